@@ -1,0 +1,101 @@
+"""``python -m megatron_ext [--cpu] SCRIPT ARGS...``: run a Megatron script with our flags.
+
+The script is not changed and need not know of us: it runs as ``__main__`` with its own directory
+first on the import path, so the Megatron beside it is the one that is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_ext.errors import PipelineError, UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Install the hooks and run the script; ends the process on any error."""
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        script = _script(options.script)
+        sys.argv = [str(script), *options.script_args]
+        sys.path[0] = str(script.parent)
+        _prepare(options)
+    except UsageError as error:
+        _end(str(error), 2)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except UsageError as error:
+        _end(str(error), 2)
+    except PipelineError as error:
+        _end(str(error), 1)
+    except Exception as error:
+        traceback.print_exc()
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        _end(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {reason}", 1)
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    import torch
+
+    from megatron_ext import cpu, hooks
+
+    if options.cpu:
+        cpu.enable()
+    elif not torch.cuda.is_available() and not _only_asks(options.script_args):
+        raise UsageError(
+            "no CUDA device on this machine: add --cpu before the script to train on the CPU"
+        )
+    untested = options.allow_untested_megatron
+    hooks.check_version(untested or "--allow-untested-megatron" in options.script_args)
+    hooks.install(hooks.ARGUMENT_HOOKS)
+    if options.cpu:
+        hooks.install(hooks.CPU_HOOKS)
+
+
+def _only_asks(script_args: Sequence[str]) -> bool:
+    return "-h" in script_args or "--help" in script_args
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_ext",
+        description="Run a Megatron-LM script with the flags of megatron_ext added to its own.",
+        epilog="All flags, Megatron's and ours: python -m megatron_ext SCRIPT --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU, over gloo")
+    parser.add_argument(
+        "--allow-untested-megatron",
+        action="store_true",
+        help="run with a Megatron outside the supported range",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")
+    parser.add_argument("script_args", metavar="ARGS", nargs=argparse.REMAINDER)
+    return parser.parse_args(argv)
+
+
+def _script(name: str) -> Path:
+    script = Path(name)
+    if not script.is_file():
+        raise UsageError(f"no such script: {name}")
+    return script.resolve()
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Say why in one line and end the process at once.
+
+    A normal exit would run destructors that wait for peers which may be gone.
+    """
+    sys.stdout.flush()
+    print(f"megatron_ext: error: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Every flag of megatron_ext: one dataclass and one argparse group per capability.
+
+Pure configuration: this file reads Megatron's parsed arguments but imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_ext.errors import UsageError
+from megatron_ext.pipeline.hints import HINTS
+from megatron_ext.pipeline.live_limit import parse_live_limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class RrfpConfig:
+    """The readiness-driven pipeline (RRFP)."""
+
+    hint: str = "bf"
+    """Name of the order among ready tasks, a key of `HINTS`."""
+    live_limit: str = "2p"
+    """Most microbatches a stage holds: a number, or a multiple of the pipeline's depth."""
+    transport: str = "auto"
+    """How messages travel."""
+    timeout_s: float = 600.0
+    """Seconds without any progress after which the run is ended."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add all flags of megatron_ext to Megatron's parser."""
+    group = parser.add_argument_group("megatron_ext: readiness-driven pipeline (RRFP)")
+    group.add_argument(
+        "--pipeline-schedule",
+        choices=["megatron", "rrfp"],
+        default="megatron",
+        help="megatron: Megatron's own fixed order. rrfp: every stage runs what is ready.",
+    )
+    group.add_argument(
+        "--rrfp-hint",
+        choices=sorted(HINTS),
+        default=RrfpConfig.hint,
+        help="Order among ready tasks. bf: alternate backward and forward. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--rrfp-live-limit",
+        metavar="LIMIT",
+        default=RrfpConfig.live_limit,
+        help="Most microbatches a stage may hold: a number such as 12, or a multiple of the "
+        "pipeline's depth such as p or 1.5p. 1F1B's own peak is p. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--rrfp-transport",
+        choices=["auto", "gloo"],
+        default=RrfpConfig.transport,
+        help="How messages travel between stages. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--rrfp-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=RrfpConfig.timeout_s,
+        help="End the run after this long without any progress. (default: %(default)s)",
+    )
+    group = parser.add_argument_group("megatron_ext: general")
+    group.add_argument(
+        "--allow-untested-megatron",
+        action="store_true",
+        help="Run with a Megatron outside the range that this megatron_ext is tested with.",
+    )
+    return parser
+
+
+def complete(args: argparse.Namespace, command_line: Sequence[str]) -> None:
+    """Give `args` our flags where Megatron built it from a file instead of the command line."""
+    if hasattr(args, "pipeline_schedule"):
+        return
+    ours, _ = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(
+        command_line
+    )
+    for name, value in vars(ours).items():
+        setattr(args, name, value)
+
+
+def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
+    """The pipeline's settings, or None where Megatron's own schedule is to run.
+
+    Args:
+        args: Megatron's validated arguments with our flags in them.
+
+    Raises:
+        UsageError: The settings cannot work with each other or with Megatron's.
+    """
+    if args.pipeline_schedule == "megatron":
+        return None
+    depth = args.pipeline_model_parallel_size
+    if depth < 2:
+        raise UsageError(
+            "--pipeline-schedule rrfp needs a pipeline: "
+            f"--pipeline-model-parallel-size is {depth}, the least is 2"
+        )
+    try:
+        parse_live_limit(args.rrfp_live_limit, depth)
+    except ValueError as error:
+        raise UsageError(f"--rrfp-live-limit: {error}") from None
+    if not args.rrfp_timeout > 0:
+        raise UsageError(f"--rrfp-timeout {args.rrfp_timeout} is not a positive time")
+    for name, flag, unsupported in _UNSUPPORTED:
+        value = getattr(args, name, None)
+        if unsupported(value):
+            raise UsageError(
+                f"--pipeline-schedule rrfp does not support {flag} yet (it is {value}); "
+                "leave it out, or use --pipeline-schedule megatron"
+            )
+    return RrfpConfig(
+        hint=args.rrfp_hint,
+        live_limit=args.rrfp_live_limit,
+        transport=args.rrfp_transport,
+        timeout_s=args.rrfp_timeout,
+    )
+
+
+def describe(config: RrfpConfig) -> str:
+    """The settings in one line for the log."""
+    return ", ".join(f"{field.name} {getattr(config, field.name)}" for field in fields(config))
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+def _names_an_implementation(value: Any) -> bool:
+    return value not in (None, "none")
+
+
+# (Megatron's attribute, its flag, whether a value of it is unsupported)
+_UNSUPPORTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (
+        "virtual_pipeline_model_parallel_size",
+        "--num-layers-per-virtual-pipeline-stage (virtual stages)",
+        _given,
+    ),
+    ("tensor_model_parallel_size", "--tensor-model-parallel-size", _more_than_one),
+    ("context_parallel_size", "--context-parallel-size", _more_than_one),
+    ("expert_model_parallel_size", "--expert-model-parallel-size", _more_than_one),
+    ("expert_tensor_parallel_size", "--expert-tensor-parallel-size", _more_than_one),
+    ("gtp_weight_remat_size", "--generalized-tensor-parallel-remat-size", _more_than_one),
+    ("hybrid_context_parallel", "--hybrid-context-parallel", bool),
+    ("mtp_num_layers", "--mtp-num-layers", _given),
+    ("cuda_graph_impl", "--cuda-graph-impl", _names_an_implementation),
+    ("enable_cuda_graph", "--enable-cuda-graph", bool),
+    ("external_cuda_graph", "--external-cuda-graph", bool),
+    ("moe_paged_stash", "--moe-paged-stash", bool),
+    ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", bool),
+    ("delay_wgrad_compute", "--delay-wgrad-compute", bool),
+    ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", bool),
+    ("fine_grained_activation_offloading", "--fine-grained-activation-offloading", bool),
+    ("use_megatron_fsdp", "--use-megatron-fsdp", bool),
+    ("use_torch_fsdp2", "--use-torch-fsdp2", bool),
+    ("te_rng_tracker", "--te-rng-tracker", bool),
+    ("inference_rng_tracker", "--inference-rng-tracker", bool),
+    ("perform_rl_step", "--perform-rl-step", bool),
+)

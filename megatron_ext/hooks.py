@@ -1,0 +1,268 @@
+"""The only file that changes Megatron: a table of what is replaced, by what, since when.
+
+A hook names one function of Megatron. Installing it puts the replacement where the function is
+defined and in every module that has imported it by name; uninstalling puts the original back in
+all of these. Modules imported later find whatever is in place then.
+
+Only the hooks on argument parsing are installed from the start. Once the arguments are known they
+go, and the hooks of the capabilities that were asked for come; a run without our flags therefore
+runs on Megatron's own objects.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from megatron_ext import arguments, cpu
+from megatron_ext.errors import UsageError
+
+SUPPORTED_MEGATRON = ">=0.17,<0.21"
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One replacement in Megatron."""
+
+    module: str
+    name: str
+    wrap: Callable[[Function], Function]
+    """Makes the replacement from the original."""
+    why: str
+    versions: str = SUPPORTED_MEGATRON
+    """Versions of Megatron whose function is known to be the one that `wrap` expects."""
+
+    @property
+    def target(self) -> str:
+        """Dotted name of the function."""
+        return f"{self.module}.{self.name}"
+
+
+_installed: dict[Hook, tuple[Function, Function]] = {}
+"""Original and replacement of every hook in place."""
+
+
+def megatron_version() -> Version:
+    """The version of the Megatron that would be used, a checkout's or an installed one.
+
+    Raises:
+        UsageError: There is none.
+    """
+    spec = importlib.util.find_spec("megatron")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        package_info = Path(folder) / "core" / "package_info.py"
+        if package_info.is_file():  # read on its own: importing megatron.core takes seconds
+            return _read_version(package_info)
+    raise UsageError(
+        f"no Megatron found: install 'megatron-core{SUPPORTED_MEGATRON}', or give a script that "
+        "lies in a Megatron-LM checkout"
+    )
+
+
+def _read_version(package_info: Path) -> Version:
+    constants = {
+        target.id: node.value.value
+        for node in ast.parse(package_info.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    try:
+        numbers = ".".join(str(constants[name]) for name in ("MAJOR", "MINOR", "PATCH"))
+        return Version(numbers + str(constants["PRE_RELEASE"]))
+    except (KeyError, InvalidVersion):
+        raise UsageError(f"{package_info} does not tell Megatron's version") from None
+
+
+def is_supported(version: Version) -> bool:
+    """Whether this megatron_ext is tested with that Megatron."""
+    return SpecifierSet(SUPPORTED_MEGATRON).contains(version, prereleases=True)
+
+
+def check_version(allow_untested: bool = False) -> Version:
+    """The version of Megatron, if it may be used.
+
+    Raises:
+        UsageError: There is no Megatron, or one outside the supported range and
+            `allow_untested` is not set.
+    """
+    version = megatron_version()
+    if not is_supported(version) and not allow_untested:
+        raise UsageError(
+            f"found Megatron {version}, supported are {SUPPORTED_MEGATRON}: install one of those "
+            "or pass --allow-untested-megatron"
+        )
+    return version
+
+
+def install(hooks: Iterable[Hook]) -> None:
+    """Put `hooks` in place; those already in place stay as they are.
+
+    Raises:
+        UsageError: This Megatron has no such function.
+    """
+    for hook in hooks:
+        if hook in _installed:
+            continue
+        original = getattr(importlib.import_module(hook.module), hook.name, None)
+        if original is None:
+            raise UsageError(
+                f"Megatron {megatron_version()} has no {hook.target}, which is needed to "
+                f"{hook.why}; supported are {SUPPORTED_MEGATRON}"
+            )
+        replacement = hook.wrap(original)
+        _rebind(original, replacement)
+        _installed[hook] = (original, replacement)
+
+
+def uninstall(hooks: Iterable[Hook] | None = None) -> None:
+    """Take `hooks`, or all, out again."""
+    for hook in list(_installed) if hooks is None else list(hooks):
+        if hook in _installed:
+            original, replacement = _installed.pop(hook)
+            _rebind(replacement, original)
+
+
+def installed() -> list[Hook]:
+    """The hooks in place."""
+    return list(_installed)
+
+
+def _rebind(old: Function, new: Function) -> None:
+    """Replace `old` by `new` in the name space of every imported module."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if type(names) is not dict or module.__name__.startswith("megatron_ext."):
+            continue
+        for name, value in list(names.items()):
+            if value is old:
+                names[name] = new
+
+
+# What the hooks put in place of Megatron's functions.
+
+
+def _parse_args(original: Function) -> Function:
+    def parse_args(extra_args_provider: Any = None, *rest: Any, **named: Any) -> Any:
+        def with_ours(parser: Any) -> Any:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            return arguments.add_arguments(parser)
+
+        args = original(with_ours, *rest, **named)
+        arguments.complete(args, sys.argv[1:])
+        if cpu.enabled():
+            changes = cpu.adjust_arguments(args)
+            if changes and args.rank == 0:
+                print(f"megatron_ext: --cpu sets {' '.join(changes)}", flush=True)
+        return args
+
+    return parse_args
+
+
+def _set_global_variables(original: Function) -> Function:
+    def set_global_variables(args: Any, *rest: Any, **named: Any) -> Any:
+        # Every way into Megatron comes by here, once, with arguments parsed and validated.
+        rrfp = arguments.rrfp_config(args)
+        uninstall(ARGUMENT_HOOKS)
+        if rrfp is not None:
+            if args.rank == 0:
+                print(f"megatron_ext: readiness-driven pipeline: {arguments.describe(rrfp)}")
+            install(RRFP_HOOKS)
+        return original(args, *rest, **named)
+
+    return set_global_variables
+
+
+def _get_forward_backward_func(original: Function) -> Function:
+    executor: list[Function] = []  # one for the process, made when the first batch is near
+
+    def get_forward_backward_func(*args: Any, **named: Any) -> Function:
+        if named.get("schedule_pg_collection") is not None:
+            raise UsageError(
+                "--pipeline-schedule rrfp does not support multi-module pipelines yet; "
+                "use --pipeline-schedule megatron"
+            )
+        if not executor:
+            executor.append(_make_executor())
+        return executor[0]
+
+    return get_forward_backward_func
+
+
+def _make_executor() -> Function:
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    from megatron_ext.pipeline.stage import StageExecutor
+
+    args = get_args()
+    config = arguments.rrfp_config(args)
+    assert config is not None
+    seed = args.seed
+    if args.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    return StageExecutor(config, seed=seed, iteration=lambda: int(args.curr_iteration))
+
+
+def _initialize_megatron(original: Function) -> Function:
+    def initialize_megatron(*args: Any, **named: Any) -> Any:
+        return original(*args, **{**named, "allow_no_cuda": True})
+
+    return initialize_megatron
+
+
+def _compile_helpers(original: Function) -> Function:
+    def compile_helpers() -> None:
+        from megatron.core import datasets
+
+        if (Path(next(iter(datasets.__path__))) / "Makefile").exists():
+            original()
+        else:  # the wheel brings the compiled helper instead
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+
+    return compile_helpers
+
+
+ARGUMENT_HOOKS = (
+    Hook("megatron.training.arguments", "parse_args", _parse_args, "add our flags"),
+    Hook(
+        "megatron.training.global_vars",
+        "set_global_variables",
+        _set_global_variables,
+        "see the validated flags",
+    ),
+)
+CPU_HOOKS = (
+    Hook(
+        "megatron.training.initialize",
+        "initialize_megatron",
+        _initialize_megatron,
+        "start without CUDA",
+    ),
+    Hook(
+        "megatron.core.datasets.utils",
+        "compile_helpers",
+        _compile_helpers,
+        "use the compiled helper of the wheel, which has no Makefile",
+    ),
+)
+RRFP_HOOKS = (
+    Hook(
+        "megatron.core.pipeline_parallel.schedules",
+        "get_forward_backward_func",
+        _get_forward_backward_func,
+        "run the stage executor instead of a fixed schedule",
+    ),
+)

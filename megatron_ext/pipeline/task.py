@@ -1,0 +1,100 @@
+"""Tasks of a pipeline stage and the header that every message between stages carries."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+MAX_DIMENSIONS = 8
+
+
+class Direction(IntEnum):
+    """Which way a task works, and which way its message travels."""
+
+    FORWARD = 0
+    """Activations, from a stage to the next one."""
+    BACKWARD = 1
+    """Gradients, from a stage to the one before."""
+
+    @property
+    def payload(self) -> str:
+        """What travels in this direction, as a reader would name it."""
+        return "activation" if self is Direction.FORWARD else "gradient"
+
+
+class Task(NamedTuple):
+    """One forward or backward of one microbatch on one model chunk of a stage."""
+
+    direction: Direction
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.direction.name.lower()} of microbatch {self.microbatch}"
+
+
+class HeaderError(ValueError):
+    """Bytes that are no header of this protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a message says of its tensor.
+
+    A header is a fixed struct: it is read field by field and checked, never unpickled, so a
+    stray or corrupt message ends in a `HeaderError`.
+    """
+
+    batch: int
+    """Running number of the batch, training and evaluation counted together."""
+    direction: Direction
+    microbatch: int
+    chunk: int
+    """The receiving stage's model chunk."""
+    dtype: int
+    """Code of the tensor's type; 0 means that the message has no tensor."""
+    shape: tuple[int, ...]
+
+    SIZE = 96
+    """Bytes of a packed header."""
+
+    def pack(self) -> bytes:
+        """The header as `SIZE` bytes, little-endian."""
+        padded = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
+        return _STRUCT.pack(
+            _MAGIC,
+            self.direction,
+            self.dtype,
+            len(self.shape),
+            self.chunk,
+            self.batch,
+            self.microbatch,
+            *padded,
+        )
+
+    @staticmethod
+    def unpack(data: bytes) -> Header:
+        """Read and check a packed header.
+
+        Raises:
+            HeaderError: `data` has another size, version or field out of range.
+        """
+        if len(data) != Header.SIZE:
+            raise HeaderError(f"a header has {Header.SIZE} bytes, not {len(data)}")
+        magic, direction, dtype, dimensions, chunk, batch, microbatch, *shape = _STRUCT.unpack(data)
+        if magic != _MAGIC:
+            raise HeaderError(f"a header starts with {_MAGIC!r}, not {magic!r}")
+        if direction not in (Direction.FORWARD, Direction.BACKWARD):
+            raise HeaderError(f"direction {direction} is neither forward (0) nor backward (1)")
+        if dimensions > MAX_DIMENSIONS or any(shape[dimensions:]):
+            raise HeaderError(f"{dimensions} dimensions do not go with shape {shape}")
+        return Header(
+            batch, Direction(direction), microbatch, chunk, dtype, tuple(shape[:dimensions])
+        )
+
+
+_MAGIC = b"MXP1"  # the last character is the protocol's version
+_STRUCT = struct.Struct(f"<4sBBBxHxxQI{MAX_DIMENSIONS}Q8x")
+assert _STRUCT.size == Header.SIZE
