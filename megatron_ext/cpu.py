@@ -2,9 +2,10 @@
 
 Megatron names CUDA in many places where it only means "the training device": ``device="cuda"``,
 ``.cuda()``, ``torch.cuda.current_device()``, streams, events, random-state functions. `enable`
-answers those calls with their CPU meaning, in PyTorch, not in Megatron: a `TorchFunctionMode`
-rewrites devices and type names, and a table of ``torch.cuda`` functions gets stand-ins. It must
-run before Megatron is imported, because Megatron binds some of these names at import.
+answers those calls with their CPU meaning, in PyTorch, not in Megatron: functions that make or
+move tensors take a CUDA device for the CPU, and a table of ``torch.cuda`` functions gets
+stand-ins. It must run before Megatron is imported, because Megatron binds some of these names at
+import.
 
 Nothing here runs unless ``--cpu`` was given. ``torch.cuda.is_available()`` keeps saying False.
 """
@@ -12,6 +13,7 @@ Nothing here runs unless ``--cpu`` was given. ``torch.cuda.is_available()`` keep
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import time
@@ -20,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _enabled = False
@@ -46,7 +48,7 @@ def enable() -> None:
         setattr(torch.cuda.nvtx, name, _returning(None))
     torch.distributed.init_process_group = _without_device(torch.distributed.init_process_group)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_one_generator)
-    _CudaMeansCpu().__enter__()
+    _rewrite_devices()
 
 
 def enabled() -> bool:
@@ -84,37 +86,62 @@ _CPU_ARGUMENTS: tuple[tuple[str, object, str], ...] = (
 )
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites devices in every call to PyTorch, and the names of tensor types in answers."""
+def _rewrite_devices() -> None:
+    """Let every function that makes or moves tensors take a CUDA device for the CPU.
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if kwargs and "device" in kwargs:
-            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.to:
-            args = tuple(_on_cpu(value, integers=False) for value in args)
-        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizer and gradient clipping sort parameters by these names.
-            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
-        elif func is torch.Tensor.pin_memory:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+    Wrapping the functions costs nothing in the others, and holds in every thread; a
+    `TorchFunctionMode` would slow down each call to PyTorch and hold only in this thread.
+    """
+    for function in _device_constructors():
+        assert function is not None
+        if getattr(torch, function.__name__, None) is function:
+            setattr(torch, function.__name__, _with_cpu_device(function))
+    tensor: Any = torch.Tensor
+    for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
+        setattr(tensor, name, _with_cpu_device(getattr(tensor, name)))
+    tensor.to = _moving_to_cpu(tensor.to)
+    tensor.type = _with_cuda_type_names(tensor.type)
+    tensor.cuda = tensor.pin_memory = lambda self, *_, **__: self
 
 
-def _on_cpu(device: Any, integers: bool = True) -> Any:
+def _with_cpu_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return function(*args, **kwargs)
+
+    return make
+
+
+def _moving_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to)
+    def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return to(self, *(_on_cpu(value) for value in args), **kwargs)
+
+    return move
+
+
+def _with_cuda_type_names(type_: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(type_)
+    def name_or_convert(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return type_(self, *args, **kwargs)
+        # The optimizer and gradient clipping sort parameters by these names.
+        return str(type_(self)).replace("torch.", "torch.cuda.", 1)
+
+    return name_or_convert
+
+
+def _on_cpu(device: Any) -> Any:
     """The CPU if `device` names a CUDA device, `device` itself otherwise."""
     if isinstance(device, torch.device):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
         return _CPU if device.split(":")[0] == "cuda" else device
-    if integers and isinstance(device, int) and not isinstance(device, bool):
+    if isinstance(device, int) and not isinstance(device, bool):
         return _CPU
     return device
 

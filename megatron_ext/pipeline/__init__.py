@@ -1,0 +1,1 @@
+"""The readiness-driven pipeline (RRFP): tasks, hints, arbiter, stage executor, transports."""

@@ -30,6 +30,10 @@ def fork_random_state(
 
     Args:
         seed: The run's seed, plus whatever should make replicas differ.
+        iteration: Number of the training iteration.
+        microbatch: Number of the microbatch in its batch.
+        chunk: Model chunk of this stage.
+        device: Where the model is.
     """
     tracker = get_cuda_rng_tracker()
     stage = parallel_state.get_pipeline_model_parallel_rank()

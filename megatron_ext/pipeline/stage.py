@@ -216,6 +216,7 @@ class StageExecutor:
 
     def _run_tasks(self, batch: _Batch, gradient_sync: _GradientSync) -> None:
         arbiter, statistics = batch.arbiter, batch.statistics
+        self._links.report_sent(batch.forward_only)
         try:
             while not arbiter.finished:
                 self._take_arrivals(batch)
@@ -249,9 +250,7 @@ class StageExecutor:
         microbatch = task.microbatch
         input_tensor = self._input(task, batch) if self._stage > 0 else None
         first = microbatch == 0
-        with fork_random_state(
-            self._seed, self._iteration(), microbatch, task.chunk, self._device
-        ):
+        with fork_random_state(self._seed, self._iteration(), microbatch, task.chunk, self._device):
             output, num_tokens = schedules.forward_step(
                 batch.forward_step_func,
                 batch.data_iterator,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -39,8 +38,7 @@ class HeaderError(ValueError):
     """Bytes that are no header of this protocol."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What a message says of its tensor.
 
     A header is a fixed struct: it is read field by field and checked, never unpickled, so a
@@ -57,11 +55,8 @@ class Header:
     """Code of the tensor's type; 0 means that the message has no tensor."""
     shape: tuple[int, ...]
 
-    SIZE = 96
-    """Bytes of a packed header."""
-
     def pack(self) -> bytes:
-        """The header as `SIZE` bytes, little-endian."""
+        """The header as `HEADER_BYTES` bytes, little-endian."""
         padded = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
         return _STRUCT.pack(
             _MAGIC,
@@ -75,18 +70,20 @@ class Header:
         )
 
     @staticmethod
-    def unpack(data: bytes) -> Header:
-        """Read and check a packed header.
+    def unpack(data: bytes | memoryview) -> Header:
+        """Read and check the header at the start of `data`.
 
         Raises:
-            HeaderError: `data` has another size, version or field out of range.
+            HeaderError: `data` is too short, of another version, or has a field out of range.
         """
-        if len(data) != Header.SIZE:
-            raise HeaderError(f"a header has {Header.SIZE} bytes, not {len(data)}")
-        magic, direction, dtype, dimensions, chunk, batch, microbatch, *shape = _STRUCT.unpack(data)
+        if len(data) < HEADER_BYTES:
+            raise HeaderError(f"a header has {HEADER_BYTES} bytes, not {len(data)}")
+        magic, direction, dtype, dimensions, chunk, batch, microbatch, *shape = _STRUCT.unpack_from(
+            data
+        )
         if magic != _MAGIC:
             raise HeaderError(f"a header starts with {_MAGIC!r}, not {magic!r}")
-        if direction not in (Direction.FORWARD, Direction.BACKWARD):
+        if direction > Direction.BACKWARD:
             raise HeaderError(f"direction {direction} is neither forward (0) nor backward (1)")
         if dimensions > MAX_DIMENSIONS or any(shape[dimensions:]):
             raise HeaderError(f"{dimensions} dimensions do not go with shape {shape}")
@@ -97,4 +94,5 @@ class Header:
 
 _MAGIC = b"MXP1"  # the last character is the protocol's version
 _STRUCT = struct.Struct(f"<4sBBBxHxxQI{MAX_DIMENSIONS}Q8x")
-assert _STRUCT.size == Header.SIZE
+HEADER_BYTES = _STRUCT.size
+"""Size of a packed header."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -75,7 +77,10 @@ class Transport(Protocol):
         """Free the receive buffer of one taken message."""
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until something arrives, is sent or breaks; False if nothing did in time."""
+        """Sleep until something arrives or breaks; False if nothing did in time."""
+
+    def report_sent(self, on: bool) -> None:
+        """Whether `wait` also ends when a neighbour has taken a message."""
 
     def flush(self, seconds: float) -> bool:
         """Sleep until every queued message has been taken; False if not in time."""
@@ -91,20 +96,31 @@ def describe(tensor: torch.Tensor | None) -> tuple[int, tuple[int, ...]]:
     return DTYPE_CODES[tensor.dtype], tuple(tensor.shape)
 
 
-def allocate(header: Header) -> torch.Tensor | None:
-    """An empty CPU tensor of the type and shape that `header` names.
+class Layout(NamedTuple):
+    """Type, shape and size of a tensor in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def layout_of(header: Header) -> Layout | None:
+    """What the tensor behind `header` looks like; None if there is none.
 
     Raises:
         HeaderError: Unknown type, or a size that no activation has.
     """
-    if header.dtype == 0:
+    return _layout(header.dtype, header.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(code: int, shape: tuple[int, ...]) -> Layout | None:
+    if code == 0:
         return None
-    dtype = _DTYPES.get(header.dtype)
+    dtype = _DTYPES.get(code)
     if dtype is None:
-        raise HeaderError(f"unknown tensor type {header.dtype}")
-    size = dtype.itemsize
-    for extent in header.shape:
-        size *= extent
-    if size > MAX_TENSOR_BYTES:
-        raise HeaderError(f"a tensor of shape {header.shape} is too large")
-    return torch.empty(header.shape, dtype=dtype)
+        raise HeaderError(f"unknown tensor type {code}")
+    nbytes = dtype.itemsize * math.prod(shape)
+    if nbytes > MAX_TENSOR_BYTES:
+        raise HeaderError(f"a tensor of shape {shape} is too large")
+    return Layout(dtype, shape, nbytes)

@@ -1,0 +1,328 @@
+"""Megatron's 1F1B against the readiness-driven pipeline, on real processes with emulated compute.
+
+Every stage is a process. A task's compute is a sleep whose length is drawn from a lognormal law,
+the same for every policy; everything else is real: the autograd graph, Megatron's own 1F1B
+function with its blocking communication, our executor with its threads, gloo underneath. One run
+measures all policies, interleaved seed by seed, since machines are noisy and only ratios count.
+
+    python scripts/bench_schedules.py --json out/bench_schedules.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext import cpu
+
+cpu.enable()  # before Megatron is imported
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from megatron_ext.arguments import RrfpConfig  # noqa: E402
+from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
+
+SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A schedule under test: Megatron's own where `hint` is None."""
+
+    hint: str | None
+    live_limit: str
+
+    @property
+    def name(self) -> str:
+        """As shown in the table."""
+        return f"{self.hint} {self.live_limit}" if self.hint else "Megatron 1F1B"
+
+
+POLICIES = (Policy(None, "p"), Policy("bf", "p"), Policy("bf", "2p"), Policy("bf", "4p"))
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of every task of a batch: arrays [stage, microbatch]."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+
+    @staticmethod
+    def draw(args: argparse.Namespace, sigma: float, seed: int) -> Durations:
+        """Lognormal times with the given means; `sigma` 0 makes them all equal."""
+        generator = np.random.default_rng(seed)
+        shape = (args.stages, args.microbatches)
+
+        def times(mean_ms: float) -> np.ndarray:
+            return mean_ms / 1e3 * generator.lognormal(-(sigma**2) / 2, sigma, shape)
+
+        return Durations(times(args.forward_ms), times(args.backward_ms))
+
+    @property
+    def floor(self) -> float:
+        """Work of the busiest stage, in seconds: no schedule is faster."""
+        return float((self.forward + self.backward).sum(axis=1).max())
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, taking time forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, forward_s: float, backward_s: float) -> Any:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(ctx.backward_s)
+        return gradient.clone(), None, None
+
+
+class EmulatedStage(torch.nn.Module):
+    """A model chunk whose compute is a sleep."""
+
+    vp_stage = None
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.times: tuple[np.ndarray, np.ndarray]
+        self.microbatch = 0
+        self.input: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        """Called by Megatron with what the stage before sent."""
+        self.input = tensors[0]
+
+    def forward(self) -> torch.Tensor:
+        """Sleep through the next microbatch's forward; its backward will sleep too."""
+        forward_s, backward_s = (times[self.microbatch] for times in self.times)
+        self.microbatch += 1
+        data = self.input
+        if data is None:
+            data = torch.ones(SEQUENCE_LENGTH, 1, HIDDEN_SIZE)
+        return _Sleep.apply(data + self.weight, float(forward_s), float(backward_s))
+
+
+def _forward_step(_: Any, model: EmulatedStage) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value = output.mean()
+        return value, {"loss": value.detach()}
+
+    return model(), loss
+
+
+def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    cpu.enable()
+    dist.init_process_group("gloo", rank=rank, world_size=args.stages)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=args.stages)
+    config = TransformerConfig(
+        num_layers=args.stages,
+        hidden_size=HIDDEN_SIZE,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=args.stages,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+    )
+    model = EmulatedStage(config)
+    executors = {
+        policy: StageExecutor(
+            RrfpConfig(hint=policy.hint, live_limit=policy.live_limit, timeout_s=120),
+            seed=1,
+            iteration=lambda: 0,
+        )
+        for policy in args.policies
+        if policy.hint
+    }
+
+    def run(policy: Policy, durations: Durations) -> dict[str, Any]:
+        model.times = (durations.forward[rank], durations.backward[rank])
+        model.microbatch = 0
+        schedule = executors.get(policy, forward_backward_pipelining_without_interleaving)
+        dist.barrier()
+        started = time.perf_counter()
+        schedule(
+            forward_step_func=_forward_step,
+            data_iterator=None,
+            model=model,
+            num_microbatches=len(model.times[0]),
+            seq_length=SEQUENCE_LENGTH,
+            micro_batch_size=1,
+        )
+        dist.barrier()
+        mine: dict[str, Any] = {"makespan_s": time.perf_counter() - started}
+        if policy.hint:
+            costs = executors[policy].statistics
+            mine |= {"peak_live": costs.peak_live, "dispatch_s": costs.dispatch_s}
+        else:
+            mine |= {"peak_live": min(args.stages - rank, args.microbatches)}
+        everyone: list[Any] = [None] * args.stages
+        dist.all_gather_object(everyone, mine)
+        dispatch = [seconds for one in everyone for seconds in one.get("dispatch_s", ())]
+        return {
+            "makespan_s": max(one["makespan_s"] for one in everyone),
+            "peak_live": max(one["peak_live"] for one in everyone),
+            "dispatch_us": statistics.median(dispatch) * 1e6 if dispatch else None,
+        }
+
+    warm_up = Durations(*(np.zeros((args.stages, 2 * args.stages)) for _ in range(2)))
+    for policy in args.policies:
+        run(policy, warm_up)
+    for sigma in args.sigmas:
+        for seed in range(args.seeds):
+            durations = Durations.draw(args, sigma, seed)
+            for policy in args.policies:
+                outcome = run(policy, durations)
+                if rank == 0:
+                    results.put((sigma, seed, policy, durations.floor, outcome))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+    """Run all processes; one record per (sigma, policy), medians over the seeds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    processes = mp.spawn(
+        _rank_main, (args, port, results), nprocs=args.stages, join=False, start_method="spawn"
+    )
+    total = len(args.sigmas) * args.seeds * len(args.policies)
+    bar = progress.add_task("emulated batches", total=total)
+    runs: list[tuple[float, int, Policy, float, dict[str, Any]]] = []
+    while len(runs) < total:
+        if results.empty():
+            processes.join(timeout=0.2)  # raises if a process failed
+            continue
+        runs.append(results.get())
+        progress.advance(bar)
+    while not processes.join(timeout=10):
+        pass
+    makespans = {(sigma, seed, policy): o["makespan_s"] for sigma, seed, policy, _, o in runs}
+    reference = args.policies[0]
+    records = []
+    for sigma in args.sigmas:
+        for policy in args.policies:
+            mine = [run for run in runs if run[0] == sigma and run[2] == policy]
+            outcomes = [outcome for *_, outcome in mine]
+            speedups = [
+                makespans[sigma, seed, reference] / outcome["makespan_s"]
+                for _, seed, _, _, outcome in mine
+            ]
+            dispatch = [o["dispatch_us"] for o in outcomes if o["dispatch_us"] is not None]
+            record: dict[str, Any] = {
+                "hint": policy.hint or "megatron-1f1b",
+                "live_limit": policy.live_limit,
+                "sigma": sigma,
+                "peak_live": max(outcome["peak_live"] for outcome in outcomes),
+                "dispatch_us": statistics.median(dispatch) if dispatch else None,
+                "floor_s": statistics.median(floor for *_, floor, _ in mine),
+            }
+            spreads = {
+                "speedup": speedups,
+                "floor_ratio": [floor / outcome["makespan_s"] for *_, floor, outcome in mine],
+                "makespan_s": [outcome["makespan_s"] for outcome in outcomes],
+            }
+            for name, values in spreads.items():
+                record[name] = statistics.median(values)
+                record[f"{name}_min"], record[f"{name}_max"] = min(values), max(values)
+            records.append(record)
+    return records
+
+
+def show(records: list[dict[str, Any]], console: Console) -> None:
+    """Print one table per sigma."""
+    for sigma in sorted({record["sigma"] for record in records}):
+        table = Table(title=f"lognormal sigma {sigma:g}; median [min, max] over the seeds")
+        for column in (
+            "policy",
+            "makespan (ms)",
+            "speedup",
+            "of the floor",
+            "peak live",
+            "dispatch (us)",
+        ):
+            table.add_column(column, justify="left" if column == "policy" else "right")
+        for record in records:
+            if record["sigma"] != sigma:
+                continue
+            dispatch = record["dispatch_us"]
+            table.add_row(
+                f"{record['hint']} {record['live_limit']}",
+                f"{record['makespan_s'] * 1e3:.0f}",
+                "{speedup:.3f} [{speedup_min:.3f}, {speedup_max:.3f}]".format(**record),
+                f"{record['floor_ratio']:.1%}",
+                str(record["peak_live"]),
+                "-" if dispatch is None else f"{dispatch:.1f}",
+            )
+        console.print(table)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line of the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--forward-ms", type=float, default=4.0)
+    parser.add_argument("--backward-ms", type=float, default=8.0)
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.3])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the records to this file")
+    args = parser.parse_args(argv)
+    if min(args.stages - 1, args.microbatches, args.seeds) < 1:
+        parser.error("needs at least 2 stages, 1 microbatch and 1 seed")
+    if any(not math.isfinite(sigma) or sigma < 0 for sigma in args.sigmas):
+        parser.error("--sigmas are finite and not negative")
+    args.policies = POLICIES
+    return args
+
+
+def main() -> int:
+    """Measure, print, write."""
+    args = parse_arguments()
+    console = Console(stderr=True)
+    with Progress(console=console) as progress:
+        records = measure(args, progress)
+    show(records, console)
+    if args.json:
+        settings = {
+            name: getattr(args, name)
+            for name in ("stages", "microbatches", "forward_ms", "backward_ms", "seeds")
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(
+            json.dumps({"settings": settings, "results": records}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

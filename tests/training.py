@@ -1,0 +1,172 @@
+"""Real Megatron trainings on CPU, and exact records of what they computed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shlex
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import Rank, check_ranks, run_ranks
+
+REPOSITORY = Path(__file__).parent.parent
+
+BASE_FLAGS = shlex.split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 3"
+    " --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1"
+    " --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257"
+    " --split 90,5,5 --eval-interval 1000 --eval-iters 0 --log-interval 1"
+    " --make-vocab-size-divisible-by 1 --distributed-timeout-minutes 1"
+)
+RRFP = ["--pipeline-schedule", "rrfp"]
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What goes wrong, or only slow, on some rank."""
+
+    delay_seed: int | None = None
+    """Sleep up to 20 ms before some tasks, drawn from this seed and the rank."""
+    rank: int = -1
+    """The rank on which the rest happens."""
+    iteration: int = 1
+    microbatch: int = 2
+    direction: str = "FORWARD"
+    kill: bool = False
+    """SIGKILL itself before that task."""
+    stall_s: float = 0.0
+    """Sleep before that task."""
+    garbage: bool = False
+    """Send bytes that are no header instead of that task's message."""
+
+
+def train(
+    corpus: Path,
+    processes: int,
+    flags: Sequence[str] | str,
+    *,
+    disturbance: Disturbance | None = None,
+    script: Path = REPOSITORY / "scripts" / "pretrain_gpt.py",
+    timeout_s: float = 120.0,
+) -> tuple[list[Rank], list[dict[str, Any]]]:
+    """Train through ``python -m megatron_ext --cpu``'s own entry point.
+
+    Returns:
+        How each rank ended, and each rank's record (empty if it did not get to the end): the
+        exact results of every training step and a hash of all weights.
+    """
+    if isinstance(flags, str):
+        flags = shlex.split(flags)
+    with tempfile.TemporaryDirectory() as folder:
+        data = ["--data-path", str(corpus), "--data-cache-path", str(corpus.parent / "cache")]
+        ranks = run_ranks(
+            processes,
+            _train_rank,
+            [str(script), *BASE_FLAGS, *data, *flags],
+            folder,
+            disturbance or Disturbance(),
+            timeout_s=timeout_s,
+        )
+        records = []
+        for rank in ranks:
+            record = Path(folder) / f"{rank.number}.json"
+            records.append(json.loads(record.read_text()) if record.exists() else {})
+        return ranks, records
+
+
+def train_well(*args: Any, **named: Any) -> list[dict[str, Any]]:
+    """`train`, for runs that must end well; only the records."""
+    ranks, records = train(*args, **named)
+    check_ranks(ranks)
+    assert all(records), "a rank ended well without a record"
+    return records
+
+
+def _train_rank(number: int, argv: list[str], folder: str, disturbance: Disturbance) -> None:
+    from megatron.training import training
+
+    from megatron_ext import __main__, hooks
+
+    record: dict[str, Any] = {"steps": [], "task_orders": []}
+    _record_steps(training, record)
+    _disturb(number, disturbance)
+    __main__.main(["--cpu", *argv])
+    record["weights"] = record.pop("hash")()
+    record["hooks"] = [hook.target for hook in hooks.installed()]
+    (Path(folder) / f"{number}.json").write_text(json.dumps(record))
+
+
+def _record_steps(training: Any, record: dict[str, Any]) -> None:
+    train_step = training.train_step
+
+    def recording(*args: Any, **named: Any) -> Any:
+        model = args[2]
+        schedule = args[6] if len(args) > 6 else named["forward_backward_func"]
+        outcome = train_step(*args, **named)
+        record["hash"] = lambda: _hash(model)
+        record["steps"].append(_exact(outcome))
+        record["schedule"] = f"{schedule.__class__.__module__}.{schedule.__class__.__name__}"
+        if statistics := getattr(schedule, "statistics", None):
+            record["task_orders"].append([str(task) for task in statistics.order])
+            record["peak_live"] = max(record.get("peak_live", 0), statistics.peak_live)
+        return outcome
+
+    training.train_step = recording
+
+
+def _exact(value: Any) -> Any:
+    """`value` for JSON, with every digit of its tensors."""
+    if isinstance(value, dict):
+        return {key: _exact(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_exact(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _hash(model: list[Any]) -> str:
+    digest = hashlib.sha256()
+    for chunk in model:
+        for name, tensor in sorted(chunk.state_dict().items()):
+            digest.update(name.encode())
+            if tensor is not None and hasattr(tensor, "numpy"):
+                digest.update(tensor.detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _disturb(number: int, disturbance: Disturbance) -> None:
+    from megatron_ext.pipeline import stage
+
+    run_task = stage.StageExecutor.run_task
+    delays = random.Random(f"{disturbance.delay_seed} {number}")
+
+    def disturbed(self: Any, task: Any, batch: Any, gradient_sync: Any) -> None:
+        if disturbance.delay_seed is not None and delays.random() < 0.5:
+            time.sleep(delays.random() * 0.02)
+        here = (
+            number == disturbance.rank
+            and self._iteration() == disturbance.iteration
+            and task.microbatch == disturbance.microbatch
+            and task.direction.name == disturbance.direction
+            and not batch.forward_only
+        )
+        if here and disturbance.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if here and disturbance.stall_s:
+            time.sleep(disturbance.stall_s)
+        if here and disturbance.garbage:
+            from megatron_ext.pipeline import task as tasks
+
+            tasks.Header.pack = lambda self: bytes([7]) * tasks.HEADER_BYTES  # type: ignore
+        run_task(self, task, batch, gradient_sync)
+
+    if asdict(disturbance) != asdict(Disturbance()):
+        stage.StageExecutor.run_task = disturbed  # type: ignore[method-assign]
