@@ -92,8 +92,8 @@ def _rewrite_devices() -> None:
     Wrapping the functions costs nothing in the others, and holds in every thread; a
     `TorchFunctionMode` would slow down each call to PyTorch and hold only in this thread.
     """
-    for function in _device_constructors():
-        assert function is not None
+    constructors: Any = _device_constructors()
+    for function in constructors:
         if getattr(torch, function.__name__, None) is function:
             setattr(torch, function.__name__, _with_cpu_device(function))
     tensor: Any = torch.Tensor
