@@ -14,17 +14,21 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from megatron_ext import arguments, cpu
 from megatron_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_ext.pipeline.stage import StageExecutor
 
 SUPPORTED_MEGATRON = ">=0.17,<0.21"
 
@@ -48,6 +52,8 @@ class Hook:
         """Dotted name of the function."""
         return f"{self.module}.{self.name}"
 
+
+_executor: StageExecutor | None = None
 
 _installed: dict[Hook, tuple[Function, Function]] = {}
 """Original and replacement of every hook in place."""
@@ -139,6 +145,14 @@ def installed() -> list[Hook]:
     return list(_installed)
 
 
+def explain(error: BaseException) -> str:
+    """One line on an error that ended the run, with the stage's place in the pipeline if known."""
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    if _executor is not None and isinstance(error, RuntimeError) and _executor.connected:
+        return _executor.lost_in_collective(error)
+    return f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {reason}"
+
+
 def _rebind(old: Function, new: Function) -> None:
     """Replace `old` by `new` in the name space of every imported module."""
     for module in list(sys.modules.values()):
@@ -158,6 +172,7 @@ def _parse_args(original: Function) -> Function:
         def with_ours(parser: Any) -> Any:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
+            arguments.mend_help(parser)
             return arguments.add_arguments(parser)
 
         args = original(with_ours, *rest, **named)
@@ -186,22 +201,21 @@ def _set_global_variables(original: Function) -> Function:
 
 
 def _get_forward_backward_func(original: Function) -> Function:
-    executor: list[Function] = []  # one for the process, made when the first batch is near
-
     def get_forward_backward_func(*args: Any, **named: Any) -> Function:
         if named.get("schedule_pg_collection") is not None:
             raise UsageError(
                 "--pipeline-schedule rrfp does not support multi-module pipelines yet; "
                 "use --pipeline-schedule megatron"
             )
-        if not executor:
-            executor.append(_make_executor())
-        return executor[0]
+        global _executor
+        if _executor is None:  # one for the process, made when the first batch is near
+            _executor = _make_executor()
+        return _executor
 
     return get_forward_backward_func
 
 
-def _make_executor() -> Function:
+def _make_executor() -> StageExecutor:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
