@@ -11,6 +11,7 @@ measures all policies, interleaved seed by seed, since machines are noisy and on
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -41,6 +42,7 @@ from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from megatron_ext.arguments import RrfpConfig  # noqa: E402
+from megatron_ext.pipeline import weight_grad  # noqa: E402
 from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
 
 SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
@@ -59,7 +61,21 @@ class Policy:
         return f"{self.hint} {self.live_limit}" if self.hint else "Megatron 1F1B"
 
 
-POLICIES = (Policy(None, "p"), Policy("bf", "p"), Policy("bf", "2p"), Policy("bf", "4p"))
+POLICIES = (
+    Policy(None, "p"),
+    Policy("1f1b", "p"),
+    Policy("1f1b", "2p"),
+    Policy("bf", "p"),
+    Policy("bf", "2p"),
+    Policy("bfw", "p"),
+    Policy("bfw-depth", "p"),
+    Policy("bfw", "1.5p"),
+    Policy("bfw", "2p"),
+    Policy("bfw-depth", "2p"),
+    Policy("fb", "2p"),
+    Policy("b-priority", "2p"),
+    Policy("f-priority", "2p"),
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,12 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        time.sleep(ctx.backward_s)
+        weight_gradients = weight_grad.current()
+        if weight_gradients is None:
+            time.sleep(ctx.backward_s)
+        else:  # one half is the weight gradient, a task of its own
+            time.sleep(ctx.backward_s / 2)
+            weight_gradients.put(functools.partial(time.sleep, ctx.backward_s / 2))
         return gradient.clone(), None, None
 
 
@@ -261,7 +282,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
 def show(records: list[dict[str, Any]], console: Console) -> None:
     """Print one table per sigma."""
     for sigma in sorted({record["sigma"] for record in records}):
-        table = Table(title=f"lognormal sigma {sigma:g}; median [min, max] over the seeds")
+        table = Table(title=f"lognormal sigma {sigma:g}; median (min to max) over the seeds")
         for column in (
             "policy",
             "makespan (ms)",
@@ -278,7 +299,7 @@ def show(records: list[dict[str, Any]], console: Console) -> None:
             table.add_row(
                 f"{record['hint']} {record['live_limit']}",
                 f"{record['makespan_s'] * 1e3:.0f}",
-                "{speedup:.3f} [{speedup_min:.3f}, {speedup_max:.3f}]".format(**record),
+                "{speedup:.3f} ({speedup_min:.3f} to {speedup_max:.3f})".format(**record),
                 f"{record['floor_ratio']:.1%}",
                 str(record["peak_live"]),
                 "-" if dispatch is None else f"{dispatch:.1f}",
