@@ -22,7 +22,7 @@ from megatron_ext.errors import UsageError
 REPOSITORY = Path(__file__).parent.parent
 GROUPS = {name: value for name, value in vars(hooks).items() if name.endswith("_HOOKS")}
 EVERY_HOOK = tuple(hook for group in GROUPS.values() for hook in group)
-NEEDED = (*hooks.ARGUMENT_HOOKS, *hooks.RRFP_HOOKS)
+NEEDED = (*hooks.ARGUMENT_HOOKS, *hooks.WHEEL_HOOKS, *hooks.RRFP_HOOKS)
 
 # Runs the command with some packages hidden, as if they were not installed.
 RUN_WITHOUT = """
