@@ -31,7 +31,7 @@ from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.random_state import fork_random_state
 from megatron_ext.pipeline.task import Direction, Header, Task
 from megatron_ext.pipeline.transport.base import Message, Transport, TransportError, describe
-from megatron_ext.pipeline.transport.gloo import GlooTransport, make_group
+from megatron_ext.pipeline.transport.choose import open_links
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -204,12 +204,14 @@ class StageExecutor:
         if after < self._depth:
             sources[BACKWARD] = after
             destinations[FORWARD] = after
-        self._links = GlooTransport(
-            make_group(ranks, self.config.timeout_s),
+        self._links = open_links(
+            self.config.transport,
+            ranks,
             sources=sources,
             destinations=destinations,
             capacity=self._live_limit,
             device=self._device,
+            timeout_s=self.config.timeout_s,
         )
 
     # One batch.
