@@ -3,8 +3,8 @@
 NCCL matches the operations of two ranks in the order in which they are started, whatever they
 carry. So every link has a communicator of its own, and the receiver starts a receive only when the
 header says that a tensor comes, in the order of the headers. Communicators are made and used once
-at the start, link by link in one order on all stages, because they may not be made later in
-whatever order messages happen to come.
+at the start, in one order on all stages, because they may not be made later in whatever order
+messages happen to come.
 
 The tensor channel is a process group that is given to the transport. The tests, which have no
 GPU, give it groups of gloo instead of NCCL.
@@ -90,8 +90,9 @@ def open_channels(
 ) -> dict[tuple[Direction, bool], Channel]:
     """Make a communicator for every link and send one byte through each.
 
-    All stages of the pipeline call this at about the same time. Links are taken in one order that
-    all stages follow, so that no two of them wait for each other.
+    All stages of the pipeline call this at about the same time. There are six rounds, one for each
+    direction and colour of link, and links of one colour share no stage: nobody waits for a stage
+    that is in another round.
 
     Args:
         group: The group that the ranks in `sources` and `destinations` count in.
@@ -103,25 +104,40 @@ def open_channels(
     """
     ranks = dist.get_process_group_ranks(group)
     mine = group.rank()
-    links = [(peer, mine, direction) for direction, peer in sources.items()]
-    links += [(mine, peer, direction) for direction, peer in destinations.items()]
     channels = {}
-    for sender, receiver, direction in sorted(links, key=lambda link: (sorted(link[:2]), link)):
-        sending = sender == mine
-        pair = dist.new_group(
-            sorted((ranks[sender], ranks[receiver])),
-            # The transport's own limit, which names the stage, comes first.
-            timeout=timedelta(seconds=2 * timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=f"RRFP_{direction.name}",
-        )
-        assert isinstance(pair, dist.ProcessGroup)
-        channel = Channel(pair, 1 - pair.rank())
-        byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        (pair.send if sending else pair.recv)([byte], channel.peer, 0).wait()
-        channels[direction, sending] = channel
+    for direction in Direction:
+        links = [(mine, peer) for peer in _peers(destinations, direction)]
+        links += [(peer, mine) for peer in _peers(sources, direction)]
+        by_colour = {_colour(*link, direction, len(ranks)): link for link in links}
+        for colour in range(3):
+            # A stage without such a link makes a group of its own: PyTorch derives a group's name
+            # from the number of groups that its members have made, which must stay the same.
+            link = by_colour.get(colour, (mine,))
+            pair = dist.new_group(
+                sorted(ranks[stage] for stage in link),
+                # The transport's own limit, which names the stage, comes first.
+                timeout=timedelta(seconds=2 * timeout_s),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"RRFP_{direction.name}",
+            )
+            assert isinstance(pair, dist.ProcessGroup)
+            if len(link) == 2:
+                sending = link[0] == mine
+                channel = channels[direction, sending] = Channel(pair, 1 - pair.rank())
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                (pair.send if sending else pair.recv)([byte], channel.peer, 0).wait()
     return channels
+
+
+def _peers(ends: dict[Direction, int], direction: Direction) -> list[int]:
+    return [ends[direction]] if direction in ends else []
+
+
+def _colour(sender: int, receiver: int, direction: Direction, depth: int) -> int:
+    """0 and 1 by turns along the pipeline, and 2 from the last stage back to the first."""
+    earlier = sender if direction is Direction.FORWARD else receiver
+    return 2 if earlier == depth - 1 else earlier % 2
 
 
 class _End:
