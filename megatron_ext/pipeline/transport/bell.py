@@ -159,7 +159,8 @@ class Bells:
 
     def wake(self) -> None:
         """End the owner's `wait`; any thread may call this."""
-        with contextlib.suppress(BlockingIOError):
+        # A full buffer wakes as well; and a closed one has nobody left to wake.
+        with contextlib.suppress(OSError):
             self._waker.send(b"w")
 
     def wait(self, seconds: float) -> None:

@@ -91,6 +91,7 @@ class NixlTransport(Mailbox):
         self._commands: SimpleQueue[_Send | _Grant] = SimpleQueue()
         self._asleep = False
         self._closing = False
+        self._process = os.getpid()
 
         # Slots are views of one piece of memory: the fewer registrations, the better.
         links = len(sources) + len(destinations)
@@ -169,6 +170,8 @@ class NixlTransport(Mailbox):
 
     @override
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child has neither the thread nor the connections
         self._closing = True
         self._bells.wake()
         self._thread.join(timeout=5.0)
@@ -263,12 +266,15 @@ class NixlTransport(Mailbox):
             if fruitless < _YIELDS:
                 os.sched_yield()
             else:
-                time.sleep(min(_SHORTEST_SLEEP_S * 2 ** (fruitless - _YIELDS), _LONGEST_SLEEP_S))
+                doublings = min(fruitless - _YIELDS, 10)
+                time.sleep(min(_SHORTEST_SLEEP_S * 2**doublings, _LONGEST_SLEEP_S))
             return
         self._asleep = True
         if self._commands.empty() and not self._closing:
-            # UCX may have put off a notification; the next turns see to it.
-            self._bells.wait(0.001 * 10 ** min(fruitless, 6))
+            # UCX may have put off a notification; the next turns see to it. A lost neighbour is
+            # given a moment, after which the links to it are to be looked at again.
+            longest = 2 if self._bells.lost else 6
+            self._bells.wait(0.001 * 10 ** min(fruitless, longest))
         self._asleep = False
 
 

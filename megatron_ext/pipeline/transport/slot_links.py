@@ -61,6 +61,9 @@ class Copier:
             if after is not None:
                 self._stream.wait_event(after)
             target.copy_(source, non_blocking=True)
+            if source.is_cuda:
+                # Its memory must not be used again before it is copied, if it is freed now.
+                source.record_stream(self._stream)
             event: torch.cuda.Event = self._stream.record_event()
             return event
 
