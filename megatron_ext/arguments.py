@@ -56,9 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--rrfp-transport",
-        choices=["auto", "gloo"],
+        choices=["auto", "gloo", "nixl", "nccl"],
         default=RrfpConfig.transport,
-        help="How messages travel between stages. (default: %(default)s)",
+        help="How messages travel between stages. auto: on a GPU nixl where it is installed and "
+        "nccl where not, on CPU gloo. (default: %(default)s)",
     )
     group.add_argument(
         "--rrfp-timeout",

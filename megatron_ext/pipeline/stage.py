@@ -32,7 +32,7 @@ from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.random_state import fork_random_state
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.transport.base import Message, Transport, TransportError, describe
-from megatron_ext.pipeline.transport.gloo import GlooTransport, make_group
+from megatron_ext.pipeline.transport.choose import open_links
 from megatron_ext.pipeline.weight_grad import WeightGradients
 
 _NOTHING = contextlib.nullcontext()
@@ -222,13 +222,14 @@ class StageExecutor:
             sources[Direction.FORWARD] = destinations[Direction.BACKWARD] = before % self._depth
         if after < self._depth or ring:
             sources[Direction.BACKWARD] = destinations[Direction.FORWARD] = after % self._depth
-        self._links: Transport = GlooTransport(
-            # The executor watches the time and knows what it waits for; gloo only backs it up.
-            make_group(ranks, 2 * self.config.timeout_s + 10),
+        self._links = open_links(
+            self.config.transport,
+            ranks,
             sources=sources,
             destinations=destinations,
             capacity=self._live_limit * len(models),
             device=self._device,
+            timeout_s=self.config.timeout_s,
         )
 
     def _expect(self, batch: _Batch) -> None:
