@@ -31,7 +31,7 @@ from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.random_state import fork_random_state
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
-from megatron_ext.pipeline.transport.base import Message, Transport, TransportError, describe
+from megatron_ext.pipeline.transport.base import Message, TransportError, describe
 from megatron_ext.pipeline.transport.choose import open_links
 from megatron_ext.pipeline.weight_grad import WeightGradients
 
