@@ -54,6 +54,11 @@ class Arbiter:
             self._forward_only or self._backwards == self.num_microbatches
         )
 
+    @property
+    def ready(self) -> int:
+        """How many tasks the last `choose` had to choose from."""
+        return (self._ready.forward is not None) + (self._ready.backward is not None)
+
     def arrived(self, direction: Direction, microbatch: int) -> None:
         """Note that the input of a task is here.
 

@@ -26,27 +26,16 @@ from megatron.core.utils import get_model_config
 from megatron_ext.arguments import RrfpConfig
 from megatron_ext.errors import PipelineError, UsageError
 from megatron_ext.pipeline.arbiter import Arbiter
+from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime
 from megatron_ext.pipeline.hints import HINTS
 from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.random_state import fork_random_state
 from megatron_ext.pipeline.task import Direction, Header, Task
+from megatron_ext.pipeline.trace import Place, Trace
 from megatron_ext.pipeline.transport.base import Message, Transport, TransportError, describe
 from megatron_ext.pipeline.transport.gloo import GlooTransport, make_group
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-
-
-@dataclass
-class BatchStatistics:
-    """What one batch cost on this stage."""
-
-    forward_only: bool
-    peak_live: int = 0
-    waiting_s: float = 0.0
-    dispatch_s: list[float] = field(default_factory=list)
-    """Time of every decision that chose a task."""
-    order: list[Task] = field(default_factory=list)
-    """The tasks as they ran."""
 
 
 @dataclass
@@ -97,6 +86,7 @@ class StageExecutor:
         self._seed = seed
         self._iteration = iteration
         self._transport = transport
+        self._trace: Trace | None = None
         self._batches = 0
 
     def __call__(
@@ -134,7 +124,9 @@ class StageExecutor:
         model = _only_chunk(model, "model")
         config = get_model_config(model)
         is_first, is_last = self._stage == 0, self._stage == self._depth - 1
-        statistics = BatchStatistics(forward_only)
+        statistics = BatchStatistics(
+            forward_only, number=self._batches, iteration=self._iteration() + 1
+        )
         batch = _Batch(
             number=self._batches,
             forward_step_func=forward_step_func,
@@ -164,26 +156,32 @@ class StageExecutor:
         if not is_last and not forward_only:
             self._links.expect(BACKWARD, num_microbatches)
 
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(
-                barrier=config.barrier_with_L1_time
-            )
-        gradient_sync = _GradientSync(config)
-        with gradient_sync:
-            self._run_tasks(batch, gradient_sync)
-            if not forward_only and gradient_sync.disabled:
-                gradient_sync.enable()
-                if config.grad_sync_func is not None:
-                    config.grad_sync_func(model.parameters())
-        if config.finalize_model_grads_func is not None and not forward_only:
-            self._finalize(batch, force_all_reduce)
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        statistics.peak_live = batch.arbiter.peak_live
+        with self._traced(statistics):
+            if config.timers is not None:
+                config.timers("forward-backward", log_level=1).start(
+                    barrier=config.barrier_with_L1_time
+                )
+            gradient_sync = _GradientSync(config)
+            with gradient_sync:
+                self._run_tasks(batch, gradient_sync)
+                if not forward_only and gradient_sync.disabled:
+                    gradient_sync.enable()
+                    if config.grad_sync_func is not None:
+                        config.grad_sync_func(model.parameters())
+            if config.finalize_model_grads_func is not None and not forward_only:
+                with statistics.timed(statistics.reductions):
+                    self._finalize(batch, force_all_reduce)
+            if config.timers is not None:
+                config.timers("forward-backward").stop()
         self.statistics = statistics
         return batch.losses
 
     # Setting up.
+
+    @property
+    def pipeline(self) -> list[int]:
+        """The ranks of this pipeline, stage by stage; known from the first batch on."""
+        return self._ranks
 
     def _connect(self, groups: Any, device: torch.device | None) -> None:
         """Learn this stage's place and open its links, once."""
@@ -195,6 +193,9 @@ class StageExecutor:
         self._stage = groups.pp.rank()
         self._live_limit = parse_live_limit(self.config.live_limit, self._depth)
         self._device = device or torch.device("cpu")
+        if self.config.trace is not None:
+            place = Place(ranks[self._stage], dist.get_world_size(), self._stage, ranks)
+            self._trace = Trace(self.config.trace, place, timeout_s=self.config.timeout_s)
         if self._transport is not None:
             self._links = self._transport
             return
@@ -214,26 +215,35 @@ class StageExecutor:
 
     # One batch.
 
+    def _traced(self, statistics: BatchStatistics) -> contextlib.AbstractContextManager[None]:
+        return self._trace.batch(statistics) if self._trace else contextlib.nullcontext()
+
     def _run_tasks(self, batch: _Batch, gradient_sync: _GradientSync) -> None:
         arbiter, statistics = batch.arbiter, batch.statistics
         self._links.report_sent(batch.forward_only)
+        statistics.started = time.perf_counter()
         try:
             while not arbiter.finished:
                 self._take_arrivals(batch)
                 started = time.perf_counter()
                 task = arbiter.choose()
+                decided = time.perf_counter()
+                statistics.loads.append(Load(decided, arbiter.ready, arbiter.live))
                 if task is None:
-                    self._wait(batch)
-                    statistics.waiting_s += time.perf_counter() - started
+                    with statistics.timed(statistics.waits):
+                        self._wait(batch)
                     continue
-                statistics.dispatch_s.append(time.perf_counter() - started)
-                statistics.order.append(task)
-                self.run_task(task, batch, gradient_sync)
+                statistics.dispatch_s.append(decided - started)
+                with statistics.running(task):
+                    self.run_task(task, batch, gradient_sync)
                 arbiter.completed(task)
             if not self._links.flush(self.config.timeout_s):
                 raise PipelineError(f"{self._where()}: {self._no_progress()}: a peer takes no more")
         except TransportError as error:
             raise self._lost_peer(batch, error) from error
+        finally:
+            statistics.ended = time.perf_counter()
+            statistics.peak_live = arbiter.peak_live
 
     def run_task(self, task: Task, batch: _Batch, gradient_sync: _GradientSync) -> None:
         """Run one task on this stage's model chunk and hand its result to the neighbour."""
@@ -320,6 +330,7 @@ class StageExecutor:
         tensor = tensor.detach() if tensor is not None else None
         dtype, shape = describe(tensor)
         header = Header(batch.number, direction, task.microbatch, task.chunk, dtype, shape)
+        batch.statistics.sent.append(MessageTime(header, time.perf_counter()))
         self._links.send(Message(header, tensor))
 
     def _take_arrivals(self, batch: _Batch) -> None:
@@ -335,6 +346,7 @@ class StageExecutor:
                 batch.arbiter.arrived(header.direction, header.microbatch)
             except ValueError as error:
                 raise PipelineError(f"{self._where()}: {error}") from error
+            batch.statistics.arrived.append(MessageTime(header, message.arrived or time.perf_counter()))
             batch.arrived[Task(header.direction, header.microbatch, header.chunk)] = message.tensor
         if batch.forward_only and self._stage < self._depth - 1:
             sent = self._links.sent(FORWARD)
@@ -371,6 +383,8 @@ class StageExecutor:
         def tell(number: int, _: object) -> None:
             line = f"{self._where()}: ended by SIGTERM while waiting for {self._awaited(batch)}"
             os.write(sys.stderr.fileno(), f"megatron_ext: error: {line}\n".encode())
+            if self._trace:
+                self._trace.write(batch.statistics, line)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

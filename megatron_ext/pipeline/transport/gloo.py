@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -191,7 +192,7 @@ class GlooTransport(Transport):
                 self._group.recv([_as_bytes(tensor)], peer, tag).wait()
             if tensor is not None and self._device.type != "cpu":
                 tensor = tensor.to(self._device)
-            self._arrived.put(Message(header, tensor))
+            self._arrived.put(Message(header, tensor, time.perf_counter()))
 
     def _send_all(self, direction: Direction, peer: int) -> None:
         tag, outgoing, slot = _TAGS[direction], self._outgoing[direction], _Slot()
