@@ -35,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PipelineError as error:
         _end(str(error), 1)
     except Exception as error:
+        from megatron_ext import hooks
+
         traceback.print_exc()
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        _end(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {reason}", 1)
+        _end(hooks.explain(error), 1)
 
 
 def _prepare(options: argparse.Namespace) -> None:

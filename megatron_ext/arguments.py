@@ -90,6 +90,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def mend_help(parser: argparse.ArgumentParser) -> None:
+    """Make ``--help`` work: Megatron has help texts with a bare %, at which argparse fails."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+
+
 def complete(args: argparse.Namespace, command_line: Sequence[str]) -> None:
     """Give `args` our flags where Megatron built it from a file instead of the command line."""
     if hasattr(args, "pipeline_schedule"):

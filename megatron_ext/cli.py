@@ -29,6 +29,7 @@ class Command:
 
 COMMANDS = (
     Command("corpus", "build a byte-level Megatron dataset from text files", "megatron_ext.corpus"),
+    Command("report", "join the traces of a run's ranks into one", "megatron_ext.report.command"),
 )
 
 

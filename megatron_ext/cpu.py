@@ -17,9 +17,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._device import _device_constructors
@@ -92,8 +92,7 @@ def _rewrite_devices() -> None:
     Wrapping the functions costs nothing in the others, and holds in every thread; a
     `TorchFunctionMode` would slow down each call to PyTorch and hold only in this thread.
     """
-    constructors: Any = _device_constructors()
-    for function in constructors:
+    for function in cast("Iterable[Callable[..., Any]]", _device_constructors()):
         if getattr(torch, function.__name__, None) is function:
             setattr(torch, function.__name__, _with_cpu_device(function))
     tensor: Any = torch.Tensor

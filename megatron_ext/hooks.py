@@ -15,6 +15,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -155,6 +156,14 @@ def installed() -> list[Hook]:
     return list(_installed)
 
 
+def explain(error: BaseException) -> str:
+    """One line on an error that ended the run, with the stage's place in the pipeline if known."""
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    if _executor is not None and isinstance(error, RuntimeError) and _executor.connected:
+        return _executor.lost_in_collective(error)
+    return f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {reason}"
+
+
 def _rebind(old: Function, new: Function) -> None:
     """Replace `old` by `new` in the name space of every imported module."""
     for module in list(sys.modules.values()):
@@ -174,6 +183,7 @@ def _parse_args(original: Function) -> Function:
         def with_ours(parser: Any) -> Any:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
+            arguments.mend_help(parser)
             return arguments.add_arguments(parser)
 
         args = original(with_ours, *rest, **named)

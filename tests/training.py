@@ -45,6 +45,8 @@ class Disturbance:
     """SIGKILL itself before that task."""
     stall_s: float = 0.0
     """Sleep before that task."""
+    terminate_others: bool = False
+    """Before that task, and once all wait for it, send SIGTERM to every other rank."""
     garbage: bool = False
     """Send bytes that are no header instead of that task's message."""
 
@@ -94,6 +96,8 @@ def train_well(*args: Any, **named: Any) -> list[dict[str, Any]]:
 def _train_rank(number: int, argv: list[str], folder: str, disturbance: Disturbance) -> None:
     from megatron.training import training
 
+    os.environ["MEGATRON_EXT_TEST_FOLDER"] = folder
+    (Path(folder) / f"{number}.pid").write_text(str(os.getpid()))
     from megatron_ext import __main__, hooks
 
     record: dict[str, Any] = {"steps": [], "task_orders": []}
@@ -115,12 +119,19 @@ def _record_steps(training: Any, record: dict[str, Any]) -> None:
         record["hash"] = lambda: _hash(model)
         record["steps"].append(_exact(outcome))
         record["schedule"] = f"{schedule.__class__.__module__}.{schedule.__class__.__name__}"
+        record["schedule_module"] = getattr(schedule, "__module__", "")
         if statistics := getattr(schedule, "statistics", None):
             record["task_orders"].append([str(task) for task in statistics.order])
             record["peak_live"] = max(record.get("peak_live", 0), statistics.peak_live)
         return outcome
 
     training.train_step = recording
+
+
+def _processes() -> list[int]:
+    """Process numbers of all ranks; each wrote its own at the start."""
+    folder = Path(os.environ["MEGATRON_EXT_TEST_FOLDER"])
+    return [int(file.read_text()) for file in folder.glob("*.pid")]
 
 
 def _exact(value: Any) -> Any:
@@ -160,6 +171,11 @@ def _disturb(number: int, disturbance: Disturbance) -> None:
         )
         if here and disturbance.kill:
             os.kill(os.getpid(), signal.SIGKILL)
+        if here and disturbance.terminate_others:
+            time.sleep(1)
+            for process in _processes():
+                if process != os.getpid():
+                    os.kill(process, signal.SIGTERM)
         if here and disturbance.stall_s:
             time.sleep(disturbance.stall_s)
         if here and disturbance.garbage:

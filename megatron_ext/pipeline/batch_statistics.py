@@ -128,9 +128,7 @@ class BatchStatistics:
         """How long each message lay here before its task began; the unused ones are left out."""
         began = {task: started for task, started, _ in self.tasks}
         return [
-            began[task] - at
-            for header, at in self.arrived
-            if (task := consumer(header)) in began
+            began[task] - at for header, at in self.arrived if (task := consumer(header)) in began
         ]
 
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_ext.errors import PipelineError
 
@@ -61,8 +61,8 @@ def compare_clocks(
         PipelineError: A rank did not answer in time.
     """
     if store is None:
-        store = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore("megatron_ext/clock", store)
+        store = distributed_c10d._get_default_store()
+    store = distributed_c10d.PrefixStore("megatron_ext/clock", store)
     wait = timedelta(seconds=timeout_s)
 
     def get(key: str) -> str:

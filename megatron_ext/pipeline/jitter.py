@@ -57,12 +57,12 @@ class JitterConfig:
         if not 3 <= len(words) <= 4:
             raise ValueError(form)
         try:
-            numbers = [float(word) for word in words[:3]]
-            seeds = [int(word) for word in words[3:]]
+            probability, base_ms, alpha = (float(word) for word in words[:3])
+            seed = int(words[3]) if len(words) == 4 else 0
         except ValueError:
             raise ValueError(form) from None
         try:
-            return JitterConfig(*numbers, *seeds)
+            return JitterConfig(probability, base_ms, alpha, seed)
         except ValueError as error:
             raise ValueError(f"{text!r}: {error}") from None
 

@@ -183,9 +183,14 @@ class StageExecutor:
         """The ranks of this pipeline, stage by stage; known from the first batch on."""
         return self._ranks
 
+    @property
+    def connected(self) -> bool:
+        """Whether the stage knows its place and has its links: from its first batch on."""
+        return hasattr(self, "_links")
+
     def _connect(self, groups: Any, device: torch.device | None) -> None:
         """Learn this stage's place and open its links, once."""
-        if hasattr(self, "_links"):
+        if self.connected:
             return
         ranks = dist.get_process_group_ranks(groups.pp)
         self._ranks = ranks
@@ -206,7 +211,8 @@ class StageExecutor:
             sources[BACKWARD] = after
             destinations[FORWARD] = after
         self._links = GlooTransport(
-            make_group(ranks, self.config.timeout_s),
+            # The executor watches the time and knows what it waits for; gloo only backs it up.
+            make_group(ranks, 2 * self.config.timeout_s + 10),
             sources=sources,
             destinations=destinations,
             capacity=self._live_limit,
@@ -238,7 +244,7 @@ class StageExecutor:
                     self.run_task(task, batch, gradient_sync)
                 arbiter.completed(task)
             if not self._links.flush(self.config.timeout_s):
-                raise PipelineError(f"{self._where()}: {self._no_progress()}: a peer takes no more")
+                raise PipelineError(f"{self.where()}: {self._no_progress()}: a peer takes no more")
         except TransportError as error:
             raise self._lost_peer(batch, error) from error
         finally:
@@ -317,10 +323,7 @@ class StageExecutor:
                 force_all_reduce=force_all_reduce,
             )
         except RuntimeError as error:
-            raise PipelineError(
-                f"{self._where()}: reducing the gradients after the last microbatch failed "
-                f"({_first_line(error)}); another rank of this stage has probably died"
-            ) from error
+            raise PipelineError(self.lost_in_collective(error)) from error
 
     # Messages.
 
@@ -339,14 +342,16 @@ class StageExecutor:
             header = message.header
             if header.batch != batch.number:
                 raise PipelineError(
-                    f"{self._where()}: an {header.direction.payload} of batch {header.batch} "
+                    f"{self.where()}: an {header.direction.payload} of batch {header.batch} "
                     f"arrived in batch {batch.number}; the stages do not run the same batches"
                 )
             try:
                 batch.arbiter.arrived(header.direction, header.microbatch)
             except ValueError as error:
-                raise PipelineError(f"{self._where()}: {error}") from error
-            batch.statistics.arrived.append(MessageTime(header, message.arrived or time.perf_counter()))
+                raise PipelineError(f"{self.where()}: {error}") from error
+            batch.statistics.arrived.append(
+                MessageTime(header, message.arrived or time.perf_counter())
+            )
             batch.arrived[Task(header.direction, header.microbatch, header.chunk)] = message.tensor
         if batch.forward_only and self._stage < self._depth - 1:
             sent = self._links.sent(FORWARD)
@@ -367,7 +372,7 @@ class StageExecutor:
             happened = self._links.wait(self.config.timeout_s)
         if not happened:
             raise PipelineError(
-                f"{self._where()}: {self._no_progress()} while waiting for "
+                f"{self.where()}: {self._no_progress()} while waiting for "
                 f"{self._awaited(batch)}; that stage, or one behind it, hangs or is slower than "
                 "this limit allows"
             )
@@ -381,7 +386,7 @@ class StageExecutor:
         """
 
         def tell(number: int, _: object) -> None:
-            line = f"{self._where()}: ended by SIGTERM while waiting for {self._awaited(batch)}"
+            line = f"{self.where()}: ended by SIGTERM while waiting for {self._awaited(batch)}"
             os.write(sys.stderr.fileno(), f"megatron_ext: error: {line}\n".encode())
             if self._trace:
                 self._trace.write(batch.statistics, line)
@@ -400,12 +405,12 @@ class StageExecutor:
             if free:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """This stage, rank and iteration, for messages."""
         rank = self._ranks[self._stage]
-        return f"stage {self._stage} of {self._depth} (rank {rank}), {self._when()}"
-
-    def _when(self) -> str:
-        return f"iteration {self._iteration() + 1}"
+        return (
+            f"stage {self._stage} of {self._depth} (rank {rank}), iteration {self._iteration() + 1}"
+        )
 
     def _no_progress(self) -> str:
         return f"no progress for {self.config.timeout_s:g} s (--rrfp-timeout)"
@@ -423,10 +428,18 @@ class StageExecutor:
             return " or ".join(waits)
         return f"{self._peer(self._stage + 1)} to take the outputs sent to it"
 
+    def lost_in_collective(self, error: BaseException) -> str:
+        """What to say of an error outside the tasks: there a stage waits for ranks, not tasks."""
+        return (
+            f"{self.where()}: all tasks of the batch are done here; failed in what follows them, "
+            f"waiting for other ranks to reduce gradients, norms or losses with "
+            f"({type(error).__name__}: {_first_line(error)}); look for the first error of all ranks"
+        )
+
     def _lost_peer(self, batch: _Batch, error: TransportError) -> PipelineError:
         act = "sending to" if error.sending else "receiving from"
         return PipelineError(
-            f"{self._where()}: lost {self._peer(error.peer)} while waiting for "
+            f"{self.where()}: lost {self._peer(error.peer)} while waiting for "
             f"{self._awaited(batch)} ({act} it: {error}); look for the first error of that rank"
         )
 

@@ -93,6 +93,6 @@ class Header(NamedTuple):
 
 
 _MAGIC = b"MXP1"  # the last character is the protocol's version
-_STRUCT = struct.Struct(f"<4sBBBxHxxQI{MAX_DIMENSIONS}Q8x")
+_STRUCT = struct.Struct(f"<4sBBBBII{MAX_DIMENSIONS}Q")
 HEADER_BYTES = _STRUCT.size
 """Size of a packed header."""

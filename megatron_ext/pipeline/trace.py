@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_ext import __version__
@@ -25,11 +24,7 @@ from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, MessageTime, Span, consumer
 from megatron_ext.pipeline.clock import ClockReading, compare_clocks
 from megatron_ext.pipeline.task import Direction, Task
-from megatron_ext.pipeline.trace_window import TraceWindow
-
-FORMAT = "megatron_ext trace 1"
-"""Value of ``otherData.format`` in a rank's file."""
-FILE_PATTERN = "rank-*.json"
+from megatron_ext.pipeline.trace_window import FILE_NAME, FORMAT, TraceWindow
 
 _FOOT = b"\n]}\n"
 
@@ -72,7 +67,7 @@ class Trace:
         self._window = window
         self._place = place
         self._timeout_s = timeout_s
-        self._path = window.folder / f"rank-{place.rank:05}.json"
+        self._path = window.folder / FILE_NAME.format(place.rank)
         self._clock: ClockReading | None = None
         self._broken = False
         try:
@@ -169,7 +164,7 @@ def batch_events(
     waits, end = list(statistics.waits), statistics.ended
     if math.isnan(end):
         end = time.perf_counter()
-        done = [span.ended for span in (*statistics.tasks, *waits)]
+        done = [span.ended for span in statistics.tasks] + [span.ended for span in waits]
         waits.append(Span(max(done, default=statistics.started), end))
     end = max([end, *(span.ended for span in statistics.reductions)])
     about = f'{{"batch":{statistics.number},"microbatches live at most":{statistics.peak_live}}}'

@@ -1,10 +1,15 @@
-"""Where traces go, and which iterations they cover."""
+"""Where traces go, which iterations they cover, and how to know their files again."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+FORMAT = "megatron_ext trace 1"
+"""Value of ``otherData.format`` in a rank's file."""
+FILE_NAME = "rank-{:05}.json"
+FILE_PATTERN = "rank-*.json"
 
 
 @dataclass(frozen=True)

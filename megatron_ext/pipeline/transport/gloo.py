@@ -197,7 +197,7 @@ class GlooTransport(Transport):
     def _send_all(self, direction: Direction, peer: int) -> None:
         tag, outgoing, slot = _TAGS[direction], self._outgoing[direction], _Slot()
         while item := outgoing.get():
-            (header, tensor), event = item
+            (header, tensor, _), event = item
             if event is not None:
                 event.synchronize()
             slot.bytes[:HEADER_BYTES] = header.pack()

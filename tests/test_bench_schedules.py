@@ -1,0 +1,69 @@
+"""The benchmark, small: its records and what must hold whatever the machine's noise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.pipeline.arbiter import Arbiter
+from megatron_ext.pipeline.hints import HINTS
+from megatron_ext.pipeline.task import Direction
+from tests.training import REPOSITORY
+
+
+@pytest.mark.multiprocess
+def test_small_run(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    words = "--stages 3 --microbatches 6 --seeds 2 --sigmas 0 0.3 --forward-ms 2 --backward-ms 3"
+    process = subprocess.run(
+        [
+            *[sys.executable, str(REPOSITORY / "scripts" / "bench_schedules.py")],
+            *[*words.split(), "--json", str(out)],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    results = json.loads(out.read_text())["results"]
+    policies = {(record["hint"], record["live_limit"]) for record in results}
+    assert {("megatron-1f1b", "p"), ("bf", "p"), ("bf", "2p")} <= policies
+    assert len(results) == 2 * len(policies)
+    for record in results:
+        assert 0 < record["floor_ratio_min"] <= record["floor_ratio"] <= 1
+        assert record["speedup_min"] <= record["speedup"] <= record["speedup_max"]
+        assert record["makespan_s"] > record["floor_s"] > 6 * 0.005 * 0.5
+        if record["hint"] == "megatron-1f1b":
+            assert record["speedup"] == 1
+            assert record["dispatch_us"] is None
+        else:
+            assert record["dispatch_us"] > 0
+        assert 1 <= record["peak_live"] <= {"p": 3, "2p": 6, "4p": 12}[record["live_limit"]]
+
+
+def test_a_decision_takes_at_most_ten_microseconds() -> None:
+    arbiter = Arbiter(
+        num_microbatches=1000,
+        live_limit=16,
+        hint=HINTS["bf"],
+        is_first_stage=True,
+        is_last_stage=False,
+    )
+    times = []
+    gradients = 0
+    while not arbiter.finished:
+        started = time.perf_counter()
+        task = arbiter.choose()
+        times.append(time.perf_counter() - started)
+        if task is None:
+            arbiter.arrived(Direction.BACKWARD, gradients)
+            gradients += 1
+        else:
+            arbiter.completed(task)
+    assert sorted(times)[len(times) // 2] <= 10e-6
