@@ -85,10 +85,8 @@ class Trace:
             yield
             return
         if self._clock is None:
-            self._clock = compare_clocks(
-                self._place.rank, self._place.world_size, timeout_s=self._timeout_s
-            )
-            self._begin(self._clock)
+            place = self._place
+            self.begin(compare_clocks(place.rank, place.world_size, timeout_s=self._timeout_s))
         try:
             yield
         except BaseException as error:
@@ -110,9 +108,13 @@ class Trace:
             file.seek(-len(_FOOT), os.SEEK_END)
             file.write("".join(f",\n{line}" for line in lines).encode() + _FOOT)
 
-    def _begin(self, clock: ClockReading) -> None:
-        """Start the file; that of an earlier run is kept beside it."""
-        place = self._place
+    def begin(self, clock: ClockReading) -> None:
+        """Start the file; that of an earlier run is kept beside it.
+
+        Args:
+            clock: How this rank's clock stands to the first rank's.
+        """
+        self._clock, place = clock, self._place
         about = {
             "format": FORMAT,
             "megatron_ext": __version__,
@@ -127,7 +129,7 @@ class Trace:
             "origin (us)": time.perf_counter() * 1e6,
         }
         head = json.dumps({"otherData": about, "displayTimeUnit": "ms"})[:-1]
-        lines = ",\n".join(_names(place))
+        lines = ",\n".join(rank_names(place))
         with self._writing():
             if self._path.exists():
                 self._path.replace(self._path.with_name(self._path.name + ".previous"))
@@ -189,6 +191,23 @@ def batch_events(
     if failure is not None:
         events.mark(failure, end)
     return events.lines
+
+
+def rank_names(place: Place) -> Iterator[str]:
+    """Events that name a rank and its tracks, and say in which order to show them."""
+
+    def event(name: str, about: dict[str, Any], track: int = 0) -> str:
+        thread = _thread(place, track)
+        return json.dumps(
+            {"ph": "M", "name": name, "pid": place.rank, "tid": thread, "args": about}
+        )
+
+    yield event("process_name", {"name": f"stage {place.stage} (rank {place.rank})"})
+    order = place.pipeline[0] * len(place.pipeline) + place.stage
+    yield event("process_sort_index", {"sort_index": order})
+    for track, name in enumerate(_TRACKS):
+        yield event("thread_name", {"name": name}, track)
+        yield event("thread_sort_index", {"sort_index": track}, track)
 
 
 def label(task: Task) -> str:
@@ -275,20 +294,3 @@ class _Events:
 
 def _thread(place: Place, track: int) -> int:
     return (place.rank + 1) * len(_TRACKS) + track
-
-
-def _names(place: Place) -> Iterator[str]:
-    """Events that name a rank and its tracks, and say in which order to show them."""
-
-    def event(name: str, about: dict[str, Any], track: int = 0) -> str:
-        thread = _thread(place, track)
-        return json.dumps(
-            {"ph": "M", "name": name, "pid": place.rank, "tid": thread, "args": about}
-        )
-
-    yield event("process_name", {"name": f"stage {place.stage} (rank {place.rank})"})
-    order = place.pipeline[0] * len(place.pipeline) + place.stage
-    yield event("process_sort_index", {"sort_index": order})
-    for track, name in enumerate(_TRACKS):
-        yield event("thread_name", {"name": name}, track)
-        yield event("thread_sort_index", {"sort_index": track}, track)
