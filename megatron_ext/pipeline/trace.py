@@ -23,7 +23,7 @@ from megatron_ext import __version__
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, MessageTime, Span, consumer
 from megatron_ext.pipeline.clock import ClockReading, compare_clocks
-from megatron_ext.pipeline.task import Direction, Task
+from megatron_ext.pipeline.task import Direction, Header, Task
 from megatron_ext.pipeline.trace_window import FILE_NAME, FORMAT, TraceWindow
 
 _FOOT = b"\n]}\n"
@@ -278,7 +278,7 @@ class _Events:
             f'"ts":{at * 1e6:.3f},"args":{json.dumps({"error": text})}}}'
         )
 
-    def flow(self, header: Any, *, receiver: bool) -> str:
+    def flow(self, header: Header, *, receiver: bool) -> str:
         """The same 64-bit number, in hexadecimal, at both ends of a message and nowhere else."""
         place = self._place
         stage = place.stage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,48 @@ def test_on_the_host_a_delay_is_a_sleep() -> None:
     stopwatch.wait(0.02)
     stopwatch.stop(started, times.append)
     assert 0.02 <= times[0] < 0.2
+
+
+class FakeEvent:
+    """An event on a device whose clock is the host's; it has been reached once `reached` says."""
+
+    reached = True
+
+    def __init__(self, **_: Any) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return FakeEvent.reached
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def test_on_a_device_times_come_when_it_got_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logic only: a stand-in for CUDA takes the place of a GPU."""
+    cycles_per_s = 1e9
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    sleep = lambda cycles: time.sleep(cycles / cycles_per_s)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep, raising=False)
+    stopwatch = jitter.DeviceStopwatch()
+    times: list[float] = []
+
+    def measure(seconds: float) -> None:
+        started = stopwatch.start()
+        stopwatch.wait(seconds)
+        stopwatch.stop(started, times.append)
+
+    monkeypatch.setattr(FakeEvent, "reached", False)
+    measure(0.01)
+    assert times == []
+    monkeypatch.setattr(FakeEvent, "reached", True)
+    measure(0.02)
+    assert times == [pytest.approx(0.01, rel=0.5), pytest.approx(0.02, rel=0.5)]
 
 
 def _forward_step(
