@@ -1,8 +1,9 @@
 """What one batch did on one stage: every task, wait and message with its time.
 
 The executor records always, since a tuple in a list costs next to nothing beside a task; metrics
-and traces are made from the record afterwards. Pure Python; times are seconds of `time.perf_counter`, so on
-a GPU a task ends here when its kernels are enqueued, not when they are done.
+and traces are made from the record afterwards. Pure Python. Times are seconds of
+`time.perf_counter`: on a GPU a task ends here when its kernels are enqueued, not when they are
+done.
 """
 
 from __future__ import annotations
