@@ -245,7 +245,12 @@ def _make_executor() -> StageExecutor:
     seed = args.seed
     if args.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()
-    return StageExecutor(config, seed=seed, iteration=lambda: int(args.curr_iteration))
+    return StageExecutor(
+        config,
+        seed=seed,
+        iteration=lambda: int(args.curr_iteration),
+        jitter=_jitter_of_this_stage if args.rrfp_jitter else lambda: None,
+    )
 
 
 def _training_log(original: Function) -> Function:
@@ -306,7 +311,7 @@ def jitter_hooks(jitter: Callable[[], Jitter | None]) -> tuple[Hook, ...]:
     )
 
 
-def _jitter_of_this_stage() -> Jitter | None:
+def _jitter_of_this_stage() -> Jitter:
     from megatron.core import parallel_state
     from megatron.training import get_args
 

@@ -199,18 +199,18 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
         deallocate_pipeline_outputs=True,
     )
     model = EmulatedStage(config)
+    delays: jitter.Jitter | None = None
+    hooks.install(hooks.jitter_hooks(lambda: delays))
     executors = {
         policy: StageExecutor(
             RrfpConfig(hint=policy.hint, live_limit=policy.live_limit, timeout_s=120),
             seed=1,
             iteration=lambda: 0,
+            jitter=lambda: delays,
         )
         for policy in args.policies
         if policy.hint
     }
-
-    delays: jitter.Jitter | None = None
-    hooks.install(hooks.jitter_hooks(lambda: delays))
 
     def run(policy: Policy, durations: Durations) -> dict[str, Any]:
         model.times = (durations.forward[rank], durations.backward[rank])

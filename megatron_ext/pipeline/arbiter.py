@@ -55,7 +55,7 @@ class Arbiter:
         )
 
     @property
-    def ready(self) -> int:
+    def ready_count(self) -> int:
         """How many tasks the last `choose` had to choose from."""
         return (self._ready.forward is not None) + (self._ready.backward is not None)
 

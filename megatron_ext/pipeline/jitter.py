@@ -26,6 +26,8 @@ from typing import Any, Protocol
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.task import Direction, Task
 
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
 _KEEP = 0.9  # of the average, at every new time
 
 
@@ -173,7 +175,8 @@ class Jitter:
         self._place = f"{config.seed} {stage} {replica}"
         self._iteration = iteration
         self._stopwatch = stopwatch
-        self._averages: dict[tuple[Direction, int], float] = {}
+        self._averages: dict[tuple[int, int], float] = {}
+        """By kind and chunk."""
 
     @contextlib.contextmanager
     def around(self, task: Task) -> Iterator[None]:
@@ -187,31 +190,29 @@ class Jitter:
 
     def learn(self, task: Task, seconds: float) -> None:
         """Take the time of one task into the average over its kind."""
-        kind = (task.direction, task.chunk)
+        kind = (task[0], task.chunk)
         average = self._averages.get(kind, seconds)  # the first one is the average
         self._averages[kind] = _KEEP * average + (1 - _KEEP) * seconds
 
     def delay_s(self, task: Task) -> float:
         """How long to delay `task`, in seconds; 0 for most tasks."""
-        if task.direction not in (Direction.FORWARD, Direction.BACKWARD):
+        kind, _, chunk = task
+        if kind not in (FORWARD, BACKWARD):
             return 0.0
         chance, r = self._draw(task)
         if chance >= self.config.probability:
             return 0.0
-        forward = task.direction is Direction.FORWARD
         average = sum(
             seconds
-            for (direction, chunk), seconds in self._averages.items()
-            if chunk == task.chunk and (direction is Direction.FORWARD) is forward
+            for other, seconds in self._averages.items()
+            if other[1] == chunk and (other[0] == FORWARD) is (kind == FORWARD)
         )
         return self.config.alpha * max(self.config.base_ms * 1e-3, average) * (0.5 + r)
 
     def _draw(self, task: Task) -> tuple[float, float]:
         """Two numbers in [0, 1) that depend on nothing but the task and its place."""
-        key = (
-            f"{self._place} {self._iteration()} {int(task.direction)} "
-            f"{task.microbatch} {task.chunk}"
-        )
+        kind, microbatch, chunk = task
+        key = f"{self._place} {self._iteration()} {int(kind)} {microbatch} {chunk}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         return (
             int.from_bytes(digest[:8], "little") / 2**64,
@@ -246,7 +247,7 @@ def jittered_forward_step(
                 "--rrfp-jitter: this schedule does not number its microbatches; "
                 "leave --rrfp-jitter out"
             )
-        task = Task(Direction.FORWARD, microbatch, values.get("vp_stage") or 0)
+        task = Task(FORWARD, microbatch, values.get("vp_stage") or 0)
         with delays.around(task):
             result = forward_step(*args, **named)
         setattr(_first(result[0]), _MARK, task)
@@ -272,7 +273,7 @@ def jittered_backward_step(
                 "--rrfp-jitter: this schedule runs a backward without the forward before it; "
                 "leave --rrfp-jitter out"
             )
-        with delays.around(forward._replace(direction=Direction.BACKWARD)):
+        with delays.around(Task(BACKWARD, forward.microbatch, forward.chunk)):
             return backward_step(*args, **named)
 
     return jittered

@@ -34,7 +34,7 @@ class Interval:
     dispatch_s: list[float] = field(default_factory=list)
     agreement_s: list[float] = field(default_factory=list)
     message_age_s: list[float] = field(default_factory=list)
-    tasks_s: dict[Direction, list[float]] = field(default_factory=dict)
+    tasks_s: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, batch: BatchStatistics) -> None:
         """Take a batch in."""
@@ -46,8 +46,8 @@ class Interval:
         self.dispatch_s += batch.dispatch_s
         self.agreement_s += batch.agreement_s
         self.message_age_s += batch.message_ages_s()
-        for task, started, ended in batch.tasks:
-            self.tasks_s.setdefault(task.direction, []).append(ended - started)
+        for (kind, *_), started, ended in batch.tasks:
+            self.tasks_s.setdefault(kind, []).append(ended - started)
 
     def figures(self) -> list[float]:
         """One number per entry of `FIGURES`, before the busy time becomes a bubble fraction."""

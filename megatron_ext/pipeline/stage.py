@@ -28,6 +28,7 @@ from megatron_ext.errors import PipelineError, UsageError
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime
 from megatron_ext.pipeline.hints import HINTS
+from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.random_state import fork_random_state
 from megatron_ext.pipeline.task import Direction, Header, Task
@@ -71,6 +72,7 @@ class StageExecutor:
         seed: Seed of the random states of this stage's forwards.
         iteration: Gives the number of the training iteration under way.
         transport: Links to the neighbours; made at the first batch if not given.
+        jitter: Gives the delays to inject on this stage; None for none.
     """
 
     def __init__(
@@ -80,12 +82,14 @@ class StageExecutor:
         seed: int,
         iteration: Callable[[], int],
         transport: Transport | None = None,
+        jitter: Callable[[], Jitter | None] = lambda: None,
     ) -> None:
         self.config = config
         self.statistics: BatchStatistics | None = None
         self._seed = seed
         self._iteration = iteration
         self._transport = transport
+        self._jitter = jitter
         self._trace: Trace | None = None
         self._batches = 0
 
@@ -224,6 +228,12 @@ class StageExecutor:
     def _traced(self, statistics: BatchStatistics) -> contextlib.AbstractContextManager[None]:
         return self._trace.batch(statistics) if self._trace else contextlib.nullcontext()
 
+    def _jittered(self, task: Task) -> contextlib.AbstractContextManager[None]:
+        """Forward and backward steps delay themselves by a hook; the time of others counts too."""
+        jitter = self._jitter()
+        delays_itself = task[0] in (FORWARD, BACKWARD)
+        return jitter.around(task) if jitter and not delays_itself else contextlib.nullcontext()
+
     def _run_tasks(self, batch: _Batch, gradient_sync: _GradientSync) -> None:
         arbiter, statistics = batch.arbiter, batch.statistics
         self._links.report_sent(batch.forward_only)
@@ -234,13 +244,13 @@ class StageExecutor:
                 started = time.perf_counter()
                 task = arbiter.choose()
                 decided = time.perf_counter()
-                statistics.loads.append(Load(decided, arbiter.ready, arbiter.live))
+                statistics.loads.append(Load(decided, arbiter.ready_count, arbiter.live))
                 if task is None:
                     with statistics.timed(statistics.waits):
                         self._wait(batch)
                     continue
                 statistics.dispatch_s.append(decided - started)
-                with statistics.running(task):
+                with statistics.running(task), self._jittered(task):
                     self.run_task(task, batch, gradient_sync)
                 arbiter.completed(task)
             if not self._links.flush(self.config.timeout_s):

@@ -212,8 +212,8 @@ def rank_names(place: Place) -> Iterator[str]:
 
 def label(task: Task) -> str:
     """Short name of a task: F 3, or F 3.1 on the second model chunk."""
-    chunk = f".{task.chunk}" if task.chunk else ""
-    return f"{task.direction.name[0]} {task.microbatch}{chunk}"
+    kind, microbatch, chunk = task
+    return f"{kind.name[0]} {microbatch}" + (f".{chunk}" if chunk else "")
 
 
 def _add_messages(events: _Events, statistics: BatchStatistics) -> None:

@@ -109,9 +109,9 @@ def test_a_draw_depends_on_the_task_and_its_place_only() -> None:
     ]
     for other in others:
         assert [other.delay_s(task) for task in tasks] != there
-    for field, value in (("direction", BACKWARD), ("microbatch", 8), ("chunk", 1)):
-        changed = {delays.delay_s(Task(FORWARD, n)._replace(**{field: value})) for n in range(9)}
-        assert changed != {delays.delay_s(Task(FORWARD, n)) for n in range(9)}
+    usual = [delays.delay_s(Task(FORWARD, number)) for number in range(9)]
+    assert usual != [delays.delay_s(Task(BACKWARD, number)) for number in range(9)]
+    assert usual != [delays.delay_s(Task(FORWARD, number, 1)) for number in range(9)]
 
 
 def test_a_split_backward_is_delayed_like_a_whole_one() -> None:
