@@ -132,7 +132,10 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
             "--pipeline-schedule rrfp needs a pipeline: "
             f"--pipeline-model-parallel-size is {depth}, the least is 2"
         )
-    _parsed("--rrfp-live-limit", args.rrfp_live_limit, lambda text: parse_live_limit(text, depth))
+    try:
+        parse_live_limit(args.rrfp_live_limit, depth)
+    except ValueError as error:
+        raise UsageError(f"--rrfp-live-limit: {error}") from None
     if not args.rrfp_timeout > 0:
         raise UsageError(f"--rrfp-timeout {args.rrfp_timeout} is not a positive time")
     _refuse(

@@ -32,7 +32,7 @@ from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.random_state import fork_random_state
 from megatron_ext.pipeline.task import Direction, Header, Task
-from megatron_ext.pipeline.trace import Place, Trace
+from megatron_ext.pipeline.trace import RankPlace, Trace
 from megatron_ext.pipeline.transport.base import Message, Transport, TransportError, describe
 from megatron_ext.pipeline.transport.gloo import GlooTransport, make_group
 
@@ -203,7 +203,7 @@ class StageExecutor:
         self._live_limit = parse_live_limit(self.config.live_limit, self._depth)
         self._device = device or torch.device("cpu")
         if self.config.trace is not None:
-            place = Place(ranks[self._stage], dist.get_world_size(), self._stage, ranks)
+            place = RankPlace(ranks[self._stage], dist.get_world_size(), self._stage, ranks)
             self._trace = Trace(self.config.trace, place, timeout_s=self.config.timeout_s)
         if self._transport is not None:
             self._links = self._transport

@@ -40,7 +40,7 @@ _INSIDE_US = 0.001
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank writes a trace, and where it stands."""
 
     rank: int
@@ -63,7 +63,7 @@ class Trace:
         UsageError: The folder cannot be made.
     """
 
-    def __init__(self, window: TraceWindow, place: Place, *, timeout_s: float) -> None:
+    def __init__(self, window: TraceWindow, place: RankPlace, *, timeout_s: float) -> None:
         self._window = window
         self._place = place
         self._timeout_s = timeout_s
@@ -151,7 +151,7 @@ class Trace:
 
 
 def batch_events(
-    statistics: BatchStatistics, place: Place, failure: str | None = None
+    statistics: BatchStatistics, place: RankPlace, failure: str | None = None
 ) -> list[str]:
     """The trace events of one batch, each as JSON in one line.
 
@@ -193,7 +193,7 @@ def batch_events(
     return events.lines
 
 
-def rank_names(place: Place) -> Iterator[str]:
+def rank_names(place: RankPlace) -> Iterator[str]:
     """Events that name a rank and its tracks, and say in which order to show them."""
 
     def event(name: str, about: dict[str, Any], track: int = 0) -> str:
@@ -243,7 +243,7 @@ class _Events:
     between the iterations of a training.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         self.lines: list[str] = []
         self._place = place
         self._on = [f'"pid":{place.rank},"tid":{_thread(place, i)}' for i in range(len(_TRACKS))]
@@ -292,5 +292,5 @@ class _Events:
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
 
-def _thread(place: Place, track: int) -> int:
+def _thread(place: RankPlace, track: int) -> int:
     return (place.rank + 1) * len(_TRACKS) + track

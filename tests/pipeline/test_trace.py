@@ -23,7 +23,7 @@ from megatron_ext.pipeline.batch_statistics import (
 )
 from megatron_ext.pipeline.clock import ClockReading
 from megatron_ext.pipeline.task import Direction, Header, Task
-from megatron_ext.pipeline.trace import Place, Trace, batch_events, label, rank_names
+from megatron_ext.pipeline.trace import RankPlace, Trace, batch_events, label, rank_names
 from megatron_ext.pipeline.trace_window import TraceWindow
 from tests.training import RRFP, Disturbance, train, train_well
 
@@ -190,8 +190,8 @@ def test_a_trace_of_megatron_own_schedule_is_refused(corpus: Path, tmp_path: Pat
 
 # Without processes.
 
-PLACE = Place(rank=1, world_size=3, stage=1, pipeline=[0, 1, 2])
-ALONE = Place(rank=0, world_size=1, stage=0, pipeline=[0])
+PLACE = RankPlace(rank=1, world_size=3, stage=1, pipeline=[0, 1, 2])
+ALONE = RankPlace(rank=0, world_size=1, stage=0, pipeline=[0])
 CLOCK = ClockReading("run", "host", 0.0, 0.0)
 
 

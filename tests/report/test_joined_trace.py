@@ -13,7 +13,7 @@ from megatron_ext import cli
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, MessageTime, TaskSpan
 from megatron_ext.pipeline.clock import ClockReading
 from megatron_ext.pipeline.task import Direction, Header, Task
-from megatron_ext.pipeline.trace import Place, Trace
+from megatron_ext.pipeline.trace import RankPlace, Trace
 from megatron_ext.pipeline.trace_window import TraceWindow
 from tests.pipeline.test_trace import arrows, check_events, load
 
@@ -32,7 +32,7 @@ def write_traces(folder: Path, *, ranks: int = 3, run: str = "run") -> None:
             batch.arrived = [MessageTime(HEADER, start - 0.1)]
         if rank < 2:
             batch.sent = [MessageTime(HEADER, start + 0.5)]
-        place = Place(rank=rank, world_size=3, stage=rank, pipeline=[0, 1, 2])
+        place = RankPlace(rank=rank, world_size=3, stage=rank, pipeline=[0, 1, 2])
         trace = Trace(TraceWindow(folder), place, timeout_s=1)
         trace.begin(ClockReading(run, "host", AHEAD_S[rank], 20e-6 * rank))
         trace.write(batch)
