@@ -230,7 +230,8 @@ def _record_draws(record: dict[str, Any]) -> None:
 
     def recording(self: Jitter, task: Task) -> float:
         seconds = delay_s(self, task)
-        record["draws"].append([self._iteration(), *task, seconds > 0])
+        if task[0] in (FORWARD, BACKWARD):
+            record["draws"].append([self._iteration(), *task, seconds > 0])
         return seconds
 
     Jitter.delay_s = recording  # type: ignore[method-assign]

@@ -86,8 +86,8 @@ def test_what_only_some_stages_have() -> None:
 # Real trainings.
 
 FLAGS = shlex.split(
-    "--pipeline-model-parallel-size 2 --train-iters 4 --log-interval 2 --rrfp-live-limit 3"
-    " --eval-interval 2 --eval-iters 1"
+    "--pipeline-model-parallel-size 2 --train-iters 4 --log-interval 2 --rrfp-hint bf"
+    " --rrfp-live-limit 3 --eval-interval 2 --eval-iters 1"
 )
 NAMES = [
     "bubble fraction",

@@ -110,7 +110,7 @@ PP2 = shlex.split("--pipeline-model-parallel-size 2")
 @pytest.mark.multiprocess
 def test_traces_of_a_training(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "trace"
-    flags = "--train-iters 4 --eval-interval 2 --eval-iters 1 --rrfp-live-limit 3"
+    flags = "--train-iters 4 --eval-interval 2 --eval-iters 1 --rrfp-hint bf --rrfp-live-limit 3"
     window = ["--rrfp-trace", f"{folder}:2-3"]
     traced = train_well(corpus, 2, [*PP2, *RRFP, *flags.split(), *window])
     plain = train_well(corpus, 2, [*PP2, *RRFP, *flags.split()])
