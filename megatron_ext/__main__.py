@@ -55,6 +55,8 @@ def _prepare(options: argparse.Namespace) -> None:
     untested = options.allow_untested_megatron
     hooks.check_version(untested or "--allow-untested-megatron" in options.script_args)
     hooks.install(hooks.ARGUMENT_HOOKS)
+    if hooks.comes_without_makefile():
+        hooks.install(hooks.WHEEL_HOOKS)
     if options.cpu:
         hooks.install(hooks.CPU_HOOKS)
 

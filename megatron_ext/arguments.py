@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_ext.errors import UsageError
-from megatron_ext.pipeline.hints import HINTS
+from megatron_ext.pipeline.hints import HINTS, find_hint
 from megatron_ext.pipeline.jitter import JitterConfig
 from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.trace_window import TraceWindow
@@ -21,10 +21,11 @@ from megatron_ext.pipeline.trace_window import TraceWindow
 class RrfpConfig:
     """The readiness-driven pipeline (RRFP)."""
 
-    hint: str = "bf"
-    """Name of the order among ready tasks, a key of `HINTS`."""
-    live_limit: str = "2p"
-    """Most microbatches a stage holds: a number, or a multiple of the pipeline's depth."""
+    hint: str = "bfw-depth"
+    """The order among ready tasks: a key of `HINTS`, or ``module:Name``."""
+    live_limit: str | None = None
+    """Most microbatches a stage holds: a number, or a multiple of the pipeline's depth; None is
+    the hint's own."""
     transport: str = "auto"
     """How messages travel."""
     timeout_s: float = 600.0
@@ -44,16 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--rrfp-hint",
-        choices=sorted(HINTS),
+        metavar="HINT",
         default=RrfpConfig.hint,
-        help="Order among ready tasks. bf: alternate backward and forward. (default: %(default)s)",
+        help=f"Order among ready tasks: {', '.join(HINTS)}, or your own as module:Name. "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--rrfp-live-limit",
         metavar="LIMIT",
         default=RrfpConfig.live_limit,
         help="Most microbatches a stage may hold: a number such as 12, or a multiple of the "
-        "pipeline's depth such as p or 1.5p. 1F1B's own peak is p. (default: %(default)s)",
+        "pipeline's depth such as p or 1.5p. 1F1B's own peak is p. (default: p for bfw, "
+        "bfw-depth and 1f1b, 2p for the other hints)",
     )
     group.add_argument(
         "--rrfp-transport",
@@ -133,7 +136,11 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
             f"--pipeline-model-parallel-size is {depth}, the least is 2"
         )
     try:
-        parse_live_limit(args.rrfp_live_limit, depth)
+        hint = find_hint(args.rrfp_hint)
+    except ValueError as error:
+        raise UsageError(f"--rrfp-hint: {error}") from None
+    try:
+        parse_live_limit(args.rrfp_live_limit or hint.live_limit, depth)
     except ValueError as error:
         raise UsageError(f"--rrfp-live-limit: {error}") from None
     if not args.rrfp_timeout > 0:
@@ -167,6 +174,7 @@ def jitter_config(args: argparse.Namespace) -> JitterConfig | None:
 
 def describe(config: RrfpConfig) -> str:
     """The settings in one line for the log."""
+    config = replace(config, live_limit=config.live_limit or find_hint(config.hint).live_limit)
     values = ((field.name, getattr(config, field.name)) for field in fields(config))
     return ", ".join(f"{name} {value}" for name, value in values if value is not None)
 
@@ -213,15 +221,6 @@ _WITHOUT_STEPS: tuple[_Unsupported, ...] = (
     ("cuda_graph_impl", "--cuda-graph-impl", _names_an_implementation),
 )
 _UNSUPPORTED: tuple[_Unsupported, ...] = (
-    (
-        "virtual_pipeline_model_parallel_size",
-        "--num-layers-per-virtual-pipeline-stage (virtual stages)",
-        _given,
-    ),
-    ("tensor_model_parallel_size", "--tensor-model-parallel-size", _more_than_one),
-    ("context_parallel_size", "--context-parallel-size", _more_than_one),
-    ("expert_model_parallel_size", "--expert-model-parallel-size", _more_than_one),
-    ("expert_tensor_parallel_size", "--expert-tensor-parallel-size", _more_than_one),
     ("gtp_weight_remat_size", "--generalized-tensor-parallel-remat-size", _more_than_one),
     ("hybrid_context_parallel", "--hybrid-context-parallel", bool),
     ("mtp_num_layers", "--mtp-num-layers", _given),

@@ -12,6 +12,7 @@ runs on Megatron's own objects.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -27,6 +28,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_ext import arguments, cpu
 from megatron_ext.errors import UsageError
+from megatron_ext.pipeline.hints import find_hint
 from megatron_ext.pipeline.jitter import (
     DeviceStopwatch,
     HostStopwatch,
@@ -138,7 +140,8 @@ def install(hooks: Iterable[Hook]) -> None:
                 f"Megatron {megatron_version()} has no {hook.target}, which is needed to "
                 f"{hook.why}; supported are {SUPPORTED_MEGATRON}"
             )
-        replacement = hook.wrap(original)
+        # Megatron keeps state in attributes of some of its functions.
+        replacement = functools.update_wrapper(hook.wrap(original), original)
         _rebind(original, replacement)
         _installed[hook] = (original, replacement)
 
@@ -207,6 +210,8 @@ def _set_global_variables(original: Function) -> Function:
             if args.rank == 0:
                 print(f"megatron_ext: readiness-driven pipeline: {arguments.describe(rrfp)}")
             install(RRFP_HOOKS)
+            if find_hint(rrfp.hint).splits_weight:
+                install(WEIGHT_GRADIENT_HOOKS)
             if args.tensorboard_dir or args.wandb_project:
                 install(METRICS_HOOKS)
         if jitter is not None:
@@ -231,6 +236,12 @@ def _get_forward_backward_func(original: Function) -> Function:
         return _executor
 
     return get_forward_backward_func
+
+
+def _split_linear(original: Function) -> Function:
+    from megatron_ext.pipeline.weight_grad import split_linear
+
+    return split_linear(original)
 
 
 def _make_executor() -> StageExecutor:
@@ -337,14 +348,17 @@ def _initialize_megatron(original: Function) -> Function:
     return initialize_megatron
 
 
-def _compile_helpers(original: Function) -> Function:
-    def compile_helpers() -> None:
-        from megatron.core import datasets
+def comes_without_makefile() -> bool:
+    """Whether this Megatron is a wheel, which brings its dataset helper compiled."""
+    spec = importlib.util.find_spec("megatron")
+    folders = [Path(f) / "core" for f in (spec.submodule_search_locations or ())] if spec else []
+    used = next((folder for folder in folders if (folder / "package_info.py").is_file()), None)
+    return used is not None and not (used / "datasets" / "Makefile").exists()
 
-        if (Path(next(iter(datasets.__path__))) / "Makefile").exists():
-            original()
-        else:  # the wheel brings the compiled helper instead
-            importlib.import_module("megatron.core.datasets.helpers_cpp")
+
+def _compile_helpers(_: Function) -> Function:
+    def compile_helpers() -> None:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
 
     return compile_helpers
 
@@ -365,11 +379,21 @@ CPU_HOOKS = (
         _initialize_megatron,
         "start without CUDA",
     ),
+)
+WHEEL_HOOKS = (
     Hook(
         "megatron.core.datasets.utils",
         "compile_helpers",
         _compile_helpers,
-        "use the compiled helper of the wheel, which has no Makefile",
+        "load the dataset helper that the wheel brings, which has no Makefile to compile it",
+    ),
+)
+WEIGHT_GRADIENT_HOOKS = (
+    Hook(
+        "megatron.core.tensor_parallel.layers",
+        "linear_with_grad_accumulation_and_async_allreduce",
+        _split_linear,
+        "split the backward of linear layers",
     ),
 )
 RRFP_HOOKS = (

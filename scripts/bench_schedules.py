@@ -17,6 +17,7 @@ slows down. The paper's tasks take longer than this benchmark's default; tasks o
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -49,7 +50,7 @@ from rich.table import Table  # noqa: E402
 
 from megatron_ext import hooks  # noqa: E402
 from megatron_ext.arguments import RrfpConfig  # noqa: E402
-from megatron_ext.pipeline import jitter  # noqa: E402
+from megatron_ext.pipeline import jitter, weight_grad  # noqa: E402
 from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
 
 SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
@@ -74,7 +75,21 @@ PAPER_SLOWDOWNS = {
     "paper: RRFP (BF, 32)": {"J1": 1.81, "J2": 6.82, "J3": 11.36},
 }
 
-POLICIES = (Policy(None, "p"), Policy("bf", "p"), Policy("bf", "2p"), Policy("bf", "4p"))
+POLICIES = (
+    Policy(None, "p"),
+    Policy("1f1b", "p"),
+    Policy("1f1b", "2p"),
+    Policy("bf", "p"),
+    Policy("bf", "2p"),
+    Policy("bfw", "p"),
+    Policy("bfw-depth", "p"),
+    Policy("bfw", "1.5p"),
+    Policy("bfw", "2p"),
+    Policy("bfw-depth", "2p"),
+    Policy("fb", "2p"),
+    Policy("b-priority", "2p"),
+    Policy("f-priority", "2p"),
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +137,12 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        time.sleep(ctx.backward_s)
+        weight_gradients = weight_grad.current()
+        if weight_gradients is None:
+            time.sleep(ctx.backward_s)
+        else:  # one half is the weight gradient, a task of its own
+            time.sleep(ctx.backward_s / 2)
+            weight_gradients.put(functools.partial(time.sleep, ctx.backward_s / 2))
         return gradient.clone(), None, None
 
 

@@ -21,7 +21,10 @@ def test_off_by_default() -> None:
 
 def test_defaults() -> None:
     assert rrfp_config(parse("--pipeline-schedule", "rrfp")) == RrfpConfig()
-    assert RrfpConfig() == RrfpConfig(hint="bf", live_limit="2p", transport="auto", timeout_s=600.0)
+    assert RrfpConfig() == RrfpConfig(
+        hint="bfw-depth", live_limit=None, transport="auto", timeout_s=600.0
+    )
+    assert describe(RrfpConfig()).startswith("hint bfw-depth, live_limit p, ")
 
 
 def test_every_flag_reaches_the_configuration() -> None:
@@ -38,10 +41,7 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--rrfp-live-limit", "0"], {}, "--rrfp-live-limit"),
         (["--rrfp-timeout", "0"], {}, "--rrfp-timeout"),
         (["--rrfp-timeout", "nan"], {}, "--rrfp-timeout"),
-        ([], {"virtual_pipeline_model_parallel_size": 2}, "virtual stages"),
-        ([], {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size"),
-        ([], {"context_parallel_size": 2}, "--context-parallel-size"),
-        ([], {"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
+        (["--rrfp-hint", "bwf"], {}, "--rrfp-hint: no hint 'bwf'"),
         ([], {"mtp_num_layers": 1}, "--mtp-num-layers"),
         ([], {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         ([], {"delay_wgrad_compute": True}, "--delay-wgrad-compute"),

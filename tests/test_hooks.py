@@ -52,9 +52,9 @@ def test_every_module_that_imported_a_name_is_rebound_and_restored() -> None:
 
 
 def test_every_target_is_in_this_megatron() -> None:
-    hooks.install(hooks.ARGUMENT_HOOKS + hooks.CPU_HOOKS + hooks.RRFP_HOOKS)
-    hooks.install(hooks.METRICS_HOOKS + hooks.JITTER_HOOKS)
-    assert len(hooks.installed()) == 8
+    every = hooks.ARGUMENT_HOOKS + hooks.CPU_HOOKS + hooks.WHEEL_HOOKS + hooks.RRFP_HOOKS
+    hooks.install(every + hooks.WEIGHT_GRADIENT_HOOKS + hooks.METRICS_HOOKS + hooks.JITTER_HOOKS)
+    assert len(hooks.installed()) == 9
 
 
 def test_a_missing_target_is_named() -> None:
@@ -99,7 +99,7 @@ def _read_version_of_checkout(_: int, folder: str) -> None:
 @pytest.mark.multiprocess
 def test_without_our_flags_megatron_runs_on_its_own_objects(corpus: Path) -> None:
     (record,) = train_well(corpus, 1, "--train-iters 1")
-    assert record["hooks"] == [hook.target for hook in hooks.CPU_HOOKS]
+    assert record["hooks"] == [hook.target for hook in hooks.WHEEL_HOOKS + hooks.CPU_HOOKS]
     assert record["schedule"] == "builtins.function"
     assert record["schedule_module"] == "megatron.core.pipeline_parallel.schedules"
 
@@ -109,16 +109,6 @@ def test_without_our_flags_megatron_runs_on_its_own_objects(corpus: Path) -> Non
     ("processes", "flags", "named"),
     [
         (1, [], "--pipeline-model-parallel-size is 1"),
-        (
-            2,
-            ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
-            "--num-layers-per-virtual-pipeline-stage",
-        ),
-        (
-            4,
-            ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"],
-            "--tensor-model-parallel-size",
-        ),
         (
             2,
             [

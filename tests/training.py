@@ -178,14 +178,14 @@ def _disturb(number: int, disturbance: Disturbance) -> None:
     run_task = stage.StageExecutor.run_task
     delays = random.Random(f"{disturbance.delay_seed} {number}")
 
-    def disturbed(self: Any, task: Any, batch: Any, gradient_sync: Any) -> None:
+    def disturbed(self: Any, task: Any, batch: Any) -> None:
         if disturbance.delay_seed is not None and delays.random() < 0.5:
             time.sleep(delays.random() * 0.02)
         here = (
             number == disturbance.rank
             and self._iteration() == disturbance.iteration
             and task.microbatch == disturbance.microbatch
-            and task.direction.name == disturbance.direction
+            and task.kind.name == disturbance.direction
             and not batch.forward_only
         )
         if here and disturbance.kill:
@@ -201,7 +201,7 @@ def _disturb(number: int, disturbance: Disturbance) -> None:
             from megatron_ext.pipeline import task as tasks
 
             tasks.Header.pack = lambda self: bytes([7]) * tasks.HEADER_BYTES  # type: ignore
-        run_task(self, task, batch, gradient_sync)
+        run_task(self, task, batch)
 
     if asdict(disturbance) != asdict(Disturbance()):
         stage.StageExecutor.run_task = disturbed  # type: ignore[method-assign]

@@ -6,110 +6,139 @@ completed tasks; so does every test and simulation, so that there is one set of 
 
 from __future__ import annotations
 
-from megatron_ext.pipeline.hints import Hint, ReadySet
-from megatron_ext.pipeline.task import Direction, Task
+from collections import deque
+
+from megatron_ext.pipeline.hints import Hint, Place, ReadySet
+from megatron_ext.pipeline.task import Direction, Kind, Task
+
+FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 
 
 class Arbiter:
     """Decides the order of one batch's tasks on one stage.
 
-    Forwards keep microbatch order among themselves, and so do backwards; only how the two
-    interleave depends on what arrives when. Messages may arrive in any order.
+    On each chunk the forwards keep microbatch order among themselves, and so do the backwards and
+    the weight gradients; only how the three interleave depends on what arrives when. Messages may
+    arrive in any order.
 
-    A forward starts only while ``live < live_limit``. Live are the microbatches whose forward is
-    done and whose memory is still held: until their backward in training; in a forward-only
-    batch, until the next stage took the output (`released`).
+    Memory is bounded: live are the chunk activations that are held, from the forward to the
+    backward, or to the weight gradient where that is a task of its own; in a forward-only batch,
+    until the next stage took the output (`released`). They never exceed ``live_limit * chunks``.
+    A microbatch that enters the stage reserves room for all its chunks, so it can always go on:
+    that is why no limit deadlocks (docs/correctness.md).
     """
 
-    def __init__(
-        self,
-        *,
-        num_microbatches: int,
-        live_limit: int,
-        hint: Hint,
-        is_first_stage: bool,
-        is_last_stage: bool,
-        forward_only: bool = False,
-    ) -> None:
-        if live_limit < 1:
-            raise ValueError(f"live limit {live_limit} lets no forward start")
-        self.num_microbatches = num_microbatches
-        self.live_limit = live_limit
+    def __init__(self, place: Place, hint: Hint, *, forward_only: bool = False) -> None:
+        if place.live_limit < 1:
+            raise ValueError(f"live limit {place.live_limit} lets no forward start")
+        self.place = place
         self.live = 0
         self.peak_live = 0
+        # A fixed order bounds memory by itself, and a limit could only block it.
+        unbounded = place.microbatches * place.chunks
+        self._most_entered = unbounded if hint.fixed_order else place.live_limit
+        self._most_live = unbounded if hint.fixed_order else place.live_limit * place.chunks
         self._hint = hint
-        self._is_first_stage = is_first_stage
-        self._is_last_stage = is_last_stage
+        self._splits_weight = hint.splits_weight and not forward_only
         self._forward_only = forward_only
-        self._forwards = 0  # done, and so the number of the next one
-        self._backwards = 0
-        self._activations: set[int] = set()  # arrived, not yet used
-        self._gradients: set[int] = set()
+        chunks = range(place.chunks)
+        self._next_forwards = [Task(FORWARD, 0, chunk) for chunk in chunks]
+        self._next_backwards = [Task(BACKWARD, 0, chunk) for chunk in chunks]
+        # Inputs that have arrived and are not used yet.
+        self._activations: list[set[int]] = [set() for _ in chunks]
+        self._gradients: list[set[int]] = [set() for _ in chunks]
+        # Where the model begins, inputs come from the data; where it ends, from the loss.
+        ends_pipeline = place.stage == place.depth - 1
+        self._starts = [place.stage == 0 and chunk == 0 for chunk in chunks]
+        self._ends = [ends_pipeline and chunk == place.chunks - 1 for chunk in chunks]
+        self._deferred: deque[Task] = deque()
+        self._left = place.microbatches * place.chunks * (1 if forward_only else 2)
         self._ready = ReadySet()
 
     @property
     def finished(self) -> bool:
         """Whether every task of the batch is done."""
-        return self._forwards == self.num_microbatches and (
-            self._forward_only or self._backwards == self.num_microbatches
-        )
+        return not self._left and not self._deferred
 
     @property
-    def ready_count(self) -> int:
-        """How many tasks the last `choose` had to choose from."""
-        return (self._ready.forward is not None) + (self._ready.backward is not None)
+    def ready(self) -> ReadySet:
+        """What the last `choose` could choose from."""
+        return self._ready
 
-    def arrived(self, direction: Direction, microbatch: int) -> None:
-        """Note that the input of a task is here.
+    def arrived(self, direction: Direction, microbatch: int, chunk: int = 0) -> None:
+        """Note that the input of a forward or backward is here.
 
         Raises:
             ValueError: The stage does not expect this input, or has had it already.
         """
-        forward = direction is Direction.FORWARD
-        done = self._forwards if forward else self._backwards
-        waiting = self._activations if forward else self._gradients
-        local = self._is_first_stage if forward else self._is_last_stage or self._forward_only
-        if local or microbatch in waiting or not done <= microbatch < self.num_microbatches:
-            raise ValueError(f"unexpected {direction.payload} of microbatch {microbatch}")
-        waiting.add(microbatch)
+        if 0 <= chunk < self.place.chunks:
+            forwards = self._next_forwards[chunk].microbatch
+            if direction is Direction.FORWARD:
+                local, waiting = self._starts[chunk], self._activations[chunk]
+                first, end = forwards, self.place.microbatches
+            else:
+                local, waiting = self._ends[chunk] or self._forward_only, self._gradients[chunk]
+                first, end = self._next_backwards[chunk].microbatch, forwards
+            if not local and first <= microbatch < end and microbatch not in waiting:
+                waiting.add(microbatch)
+                return
+        where = f" on chunk {chunk}" if chunk else ""
+        raise ValueError(f"unexpected {direction.payload} of microbatch {microbatch}{where}")
 
     def choose(self) -> Task | None:
         """The task to run now, or None if nothing is ready."""
+        # This runs before every task: no calls, and no objects that are not needed.
         ready = self._ready
-        forwards, backwards = self._forwards, self._backwards
-        ready.forward = (
-            Task(Direction.FORWARD, forwards)
-            if forwards < self.num_microbatches
-            and self.live < self.live_limit
-            and (self._is_first_stage or forwards in self._activations)
-            else None
-        )
-        ready.backward = (
-            Task(Direction.BACKWARD, backwards)
-            if backwards < forwards
-            and not self._forward_only
-            and (self._is_last_stage or backwards in self._gradients)
-            else None
-        )
-        if ready.forward is None and ready.backward is None:
+        ready.forwards, ready.backwards = [], []
+        ready.weight = self._deferred[0] if self._deferred else None
+        if self.live < self._most_live:
+            for chunk, task in enumerate(self._next_forwards):
+                if task.microbatch in self._activations[chunk] or self._starts[chunk]:
+                    if chunk == 0 and not self._may_enter(task.microbatch):
+                        continue
+                    ready.forwards.append(task)
+            if len(ready.forwards) > 1:
+                # As many microbatches as stages go through one chunk, then through the next.
+                depth = self.place.depth
+                ready.forwards.sort(key=lambda task: (task.microbatch // depth, task.chunk))
+        if not self._forward_only:
+            for chunk, task in enumerate(self._next_backwards):
+                if task.microbatch in self._gradients[chunk] or (
+                    self._ends[chunk] and task.microbatch < self._next_forwards[chunk].microbatch
+                ):
+                    ready.backwards.append(task)
+        if not (ready.forwards or ready.backwards or ready.weight):
             return None
-        return self._hint(ready)
+        return self._hint.choose(ready)
 
     def completed(self, task: Task) -> None:
         """Note that `task`, the last one chosen, has run."""
-        if task.direction is Direction.FORWARD:
-            assert task.microbatch == self._forwards
-            self._forwards += 1
-            self._activations.discard(task.microbatch)
-            # The last stage's output of a forward-only batch is used up at once.
-            self.live += not (self._forward_only and self._is_last_stage)
+        kind, microbatch, chunk = task
+        ready = self._ready
+        if kind is FORWARD:
+            assert task == self._next_forwards[chunk]
+            self._next_forwards[chunk] = Task(FORWARD, microbatch + 1, chunk)
+            self._activations[chunk].discard(microbatch)
+            ready.ahead += 1
+            # A forward-only batch uses up the pipeline's last output at once.
+            self.live += not (self._forward_only and self._ends[chunk])
             self.peak_live = max(self.peak_live, self.live)
+        elif kind is BACKWARD:
+            assert task == self._next_backwards[chunk]
+            self._next_backwards[chunk] = Task(BACKWARD, microbatch + 1, chunk)
+            self._gradients[chunk].discard(microbatch)
+            ready.ahead -= 1
+            if self._splits_weight:
+                self._deferred.append(Task(WEIGHT, microbatch, chunk))
+            else:
+                self.live -= 1
         else:
-            assert task.microbatch == self._backwards
-            self._backwards += 1
-            self._gradients.discard(task.microbatch)
+            assert task == self._deferred[0]
+            self._deferred.popleft()
             self.live -= 1
-        self._ready.last = task.direction
+            return
+        self._left -= 1
+        ready.last = kind
 
     def released(self, count: int) -> None:
         """Note that `count` more outputs of a forward-only batch left this stage."""
@@ -118,8 +147,23 @@ class Arbiter:
     def awaited(self) -> list[Task]:
         """The tasks whose input a stage with nothing ready is waiting for."""
         tasks = []
-        if self._forwards < self.num_microbatches and self.live < self.live_limit:
-            tasks.append(Task(Direction.FORWARD, self._forwards))
-        if self._backwards < self._forwards and not self._forward_only:
-            tasks.append(Task(Direction.BACKWARD, self._backwards))
+        for chunk, task in enumerate(self._next_forwards):
+            left = task.microbatch < self.place.microbatches and self.live < self._most_live
+            if left and not self._starts[chunk] and (chunk or self._may_enter(task.microbatch)):
+                tasks.append(task)
+        for chunk, task in enumerate(self._next_backwards):
+            forwards = self._next_forwards[chunk].microbatch
+            if task.microbatch < forwards and not (self._ends[chunk] or self._forward_only):
+                tasks.append(task)
         return tasks
+
+    def _may_enter(self, microbatch: int) -> bool:
+        """Whether the limit lets this microbatch, the next one, enter the stage."""
+        if microbatch >= self.place.microbatches:
+            return False
+        if not self._forward_only:
+            return microbatch - self._next_backwards[0].microbatch < self._most_entered
+        # Outputs that go round to another chunk must fit into the buffers of one link, or a ring
+        # of full buffers could block itself.
+        last = self._next_forwards[-1].microbatch
+        return self.place.chunks == 1 or microbatch - last < self._most_live

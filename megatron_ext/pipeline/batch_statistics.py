@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_ext.pipeline.task import Header, Task
+from megatron_ext.pipeline.task import Header, Kind, Task
 
 NEVER = float("nan")
 
@@ -64,6 +64,7 @@ class BatchStatistics:
     iteration: int = 0
     """Training iteration, from 1; that of the last training batch in an evaluation."""
     peak_live: int = 0
+    """Most chunk activations held at once."""
     started: float = NEVER
     """When the stage began to look for its first task."""
     ended: float = NEVER
@@ -71,7 +72,7 @@ class BatchStatistics:
     dispatch_s: list[float] = field(default_factory=list)
     """Time of every decision that chose a task."""
     agreement_s: list[float] = field(default_factory=list)
-    """Time of every agreement among the ranks of a tensor-parallel group."""
+    """The same, where the ranks of a tensor-parallel group decide together."""
     tasks: list[TaskSpan] = field(default_factory=list)
     """The tasks as they ran."""
     waits: list[Span] = field(default_factory=list)
@@ -81,6 +82,7 @@ class BatchStatistics:
     sent: list[MessageTime] = field(default_factory=list)
     arrived: list[MessageTime] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    """Only in a run that is traced."""
 
     @contextlib.contextmanager
     def running(self, task: Task) -> Iterator[None]:
@@ -90,6 +92,17 @@ class BatchStatistics:
             yield
         finally:
             self.tasks.append(TaskSpan(task, started, time.perf_counter()))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Record that nothing is ready during the body; one wait goes on until a task runs."""
+        started = time.perf_counter()
+        if self.waits and (not self.tasks or self.tasks[-1].ended <= self.waits[-1].started):
+            started = self.waits.pop().started
+        try:
+            yield
+        finally:
+            self.waits.append(Span(started, time.perf_counter()))
 
     @contextlib.contextmanager
     def timed(self, spans: list[Span]) -> Iterator[None]:
@@ -135,4 +148,4 @@ class BatchStatistics:
 
 def consumer(header: Header) -> Task:
     """The task that uses a message."""
-    return Task(header.direction, header.microbatch, header.chunk)
+    return Task(Kind(header.direction), header.microbatch, header.chunk)

@@ -24,9 +24,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from megatron_ext.errors import UsageError
-from megatron_ext.pipeline.task import Direction, Task
+from megatron_ext.pipeline.task import Kind, Task
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
 _KEEP = 0.9  # of the average, at every new time
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.pipeline.batch_statistics import BatchStatistics
-from megatron_ext.pipeline.task import Direction
+from megatron_ext.pipeline.task import Kind
 from megatron_ext.pipeline.transport.gloo import make_group
 
 NONE = math.nan
@@ -59,7 +59,7 @@ class Interval:
             _median(self.agreement_s) * 1e6,
             self.waiting_s / self.batches * 1e3 if self.batches else NONE,
             _mean(self.message_age_s) * 1e3,
-            *(_mean(self.tasks_s.get(kind, [])) * 1e3 for kind in Direction),
+            *(_mean(self.tasks_s.get(kind, [])) * 1e3 for kind in Kind),
         ]
 
 
@@ -71,7 +71,7 @@ FIGURES = (
     "agreement (us)",
     "message wait (ms)",
     "message age (ms)",
-    *(f"{kind.name.lower()} (ms)" for kind in Direction),
+    *(f"{kind.name.lower()} (ms)" for kind in Kind),
 )
 """What is logged, as ``rrfp/NAME`` over all stages and ``rrfp/NAME/stage I`` of each one."""
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -25,43 +25,60 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.arguments import RrfpConfig
 from megatron_ext.errors import PipelineError, UsageError
+from megatron_ext.pipeline.agreement import Agreement, Alone, agree
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime
-from megatron_ext.pipeline.hints import HINTS
+from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.random_state import fork_random_state
-from megatron_ext.pipeline.task import Direction, Header, Task
+from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace
 from megatron_ext.pipeline.transport.base import Message, Transport, TransportError, describe
 from megatron_ext.pipeline.transport.gloo import GlooTransport, make_group
+from megatron_ext.pipeline.weight_grad import WeightGradients
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+_NOTHING = contextlib.nullcontext()
+FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+
+
+@dataclass
+class _Chunk:
+    """One model chunk of the stage, and what its tasks hand to each other, by microbatch."""
+
+    model: Any
+    data_iterator: Any
+    gradient_sync: _GradientSync
+    weight_gradients: WeightGradients
+    inputs: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class _Batch:
-    """One call of the schedule: its arguments, and the tensors that tasks hand to each other."""
+    """One call of the schedule."""
 
     number: int
     forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: Any
+    chunks: list[_Chunk]
     config: Any
-    num_microbatches: int
+    groups: Any
+    place: Place
     forward_only: bool
+    splits_weight: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    groups: Any
     arbiter: Arbiter
     statistics: BatchStatistics
     total_num_tokens: torch.Tensor
     losses: list[Any] = field(default_factory=list)
     arrived: dict[Task, torch.Tensor | None] = field(default_factory=dict)
-    inputs: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     sent: int = 0
     """Outputs that the next stage had taken, over all batches, when last looked at."""
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.place.microbatches
 
 
 class StageExecutor:
@@ -71,7 +88,6 @@ class StageExecutor:
         config: The pipeline's settings.
         seed: Seed of the random states of this stage's forwards.
         iteration: Gives the number of the training iteration under way.
-        transport: Links to the neighbours; made at the first batch if not given.
         jitter: Gives the delays to inject on this stage; None for none.
     """
 
@@ -81,14 +97,13 @@ class StageExecutor:
         *,
         seed: int,
         iteration: Callable[[], int],
-        transport: Transport | None = None,
         jitter: Callable[[], Jitter | None] = lambda: None,
     ) -> None:
         self.config = config
         self.statistics: BatchStatistics | None = None
+        self._hint = find_hint(config.hint)
         self._seed = seed
         self._iteration = iteration
-        self._transport = transport
         self._jitter = jitter
         self._trace: Trace | None = None
         self._batches = 0
@@ -123,55 +138,55 @@ class StageExecutor:
         Raises:
             PipelineError: A peer is lost, or nothing moved for the configured time.
         """
+        models = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         groups = pg_collection or _default_groups()
-        self._connect(groups, torch.device(torch.cuda.current_device()) if _on_gpu(model) else None)
-        model = _only_chunk(model, "model")
-        config = get_model_config(model)
-        is_first, is_last = self._stage == 0, self._stage == self._depth - 1
-        statistics = BatchStatistics(
-            forward_only, number=self._batches, iteration=self._iteration() + 1
+        self._connect(groups, models)
+        config = get_model_config(models[0])
+        syncs = [_GradientSync(config, number) for number in range(len(models))]
+        place = Place(
+            self._stage, self._depth, num_microbatches, self._live_limit, chunks=len(models)
         )
+        try:
+            # Without backwards nothing is left to rank, and a fixed order would wait for them.
+            hint = BackwardForward(place) if forward_only else self._hint(place)
+        except ValueError as error:
+            raise UsageError(f"--rrfp-hint {self.config.hint}: {error}") from None
         batch = _Batch(
             number=self._batches,
             forward_step_func=forward_step_func,
-            data_iterator=_only_chunk(data_iterator, "data iterator"),
-            model=model,
+            chunks=[
+                _Chunk(chunk, iterator, sync, WeightGradients(chunk))
+                for chunk, iterator, sync in zip(models, iterators, syncs, strict=True)
+            ],
             config=config,
-            num_microbatches=num_microbatches,
+            groups=groups,
+            place=place,
             forward_only=forward_only,
+            splits_weight=hint.splits_weight and not forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
-            groups=groups,
-            arbiter=Arbiter(
-                num_microbatches=num_microbatches,
-                live_limit=self._live_limit,
-                hint=HINTS[self.config.hint],
-                is_first_stage=is_first,
-                is_last_stage=is_last,
-                forward_only=forward_only,
+            arbiter=Arbiter(place, hint, forward_only=forward_only),
+            statistics=BatchStatistics(
+                forward_only, number=self._batches, iteration=self._iteration() + 1
             ),
-            statistics=statistics,
             total_num_tokens=torch.zeros([], dtype=torch.int, device=self._device),
-            sent=0 if is_last else self._links.sent(FORWARD),
+            sent=self._sent(),
         )
         self._batches += 1
-        if not is_first:
-            self._links.expect(FORWARD, num_microbatches)
-        if not is_last and not forward_only:
-            self._links.expect(BACKWARD, num_microbatches)
-
+        self._expect(batch)
+        statistics = batch.statistics
         with self._traced(statistics):
             if config.timers is not None:
                 config.timers("forward-backward", log_level=1).start(
                     barrier=config.barrier_with_L1_time
                 )
-            gradient_sync = _GradientSync(config)
-            with gradient_sync:
-                self._run_tasks(batch, gradient_sync)
-                if not forward_only and gradient_sync.disabled:
-                    gradient_sync.enable()
-                    if config.grad_sync_func is not None:
-                        config.grad_sync_func(model.parameters())
+            with contextlib.ExitStack() as stack:
+                for sync in syncs:
+                    stack.enter_context(sync)
+                self._run_tasks(batch)
+                if not forward_only:
+                    self._start_remaining_reductions(batch)
             if config.finalize_model_grads_func is not None and not forward_only:
                 with statistics.timed(statistics.reductions):
                     self._finalize(batch, force_all_reduce)
@@ -192,7 +207,7 @@ class StageExecutor:
         """Whether the stage knows its place and has its links: from its first batch on."""
         return hasattr(self, "_links")
 
-    def _connect(self, groups: Any, device: torch.device | None) -> None:
+    def _connect(self, groups: Any, models: list[Any]) -> None:
         """Learn this stage's place and open its links, once."""
         if self.connected:
             return
@@ -200,28 +215,42 @@ class StageExecutor:
         self._ranks = ranks
         self._depth = len(ranks)
         self._stage = groups.pp.rank()
-        self._live_limit = parse_live_limit(self.config.live_limit, self._depth)
-        self._device = device or torch.device("cpu")
         if self.config.trace is not None:
             place = RankPlace(ranks[self._stage], dist.get_world_size(), self._stage, ranks)
             self._trace = Trace(self.config.trace, place, timeout_s=self.config.timeout_s)
-        if self._transport is not None:
-            self._links = self._transport
-            return
+        self._live_limit = parse_live_limit(
+            self.config.live_limit or self._hint.live_limit, self._depth
+        )
+        on_gpu = any(parameter.is_cuda for parameter in models[0].parameters())
+        self._device = torch.device(torch.cuda.current_device() if on_gpu else "cpu")
+        self._agreement: Agreement = agree(groups, len(models), self.config.timeout_s)
+        self._shares_tasks = not isinstance(self._agreement, Alone)
+        # With chunks the stages form a ring: the last one's output goes on to the first one.
         before, after = self._stage - 1, self._stage + 1
-        sources = {FORWARD: before} if before >= 0 else {}
-        destinations = {BACKWARD: before} if before >= 0 else {}
-        if after < self._depth:
-            sources[BACKWARD] = after
-            destinations[FORWARD] = after
-        self._links = GlooTransport(
+        ring = len(models) > 1
+        sources: dict[Direction, int] = {}
+        destinations: dict[Direction, int] = {}
+        if before >= 0 or ring:
+            sources[Direction.FORWARD] = destinations[Direction.BACKWARD] = before % self._depth
+        if after < self._depth or ring:
+            sources[Direction.BACKWARD] = destinations[Direction.FORWARD] = after % self._depth
+        self._links: Transport = GlooTransport(
             # The executor watches the time and knows what it waits for; gloo only backs it up.
             make_group(ranks, 2 * self.config.timeout_s + 10),
             sources=sources,
             destinations=destinations,
-            capacity=self._live_limit,
+            capacity=self._live_limit * len(models),
             device=self._device,
         )
+
+    def _expect(self, batch: _Batch) -> None:
+        """Let the messages of this batch in."""
+        place = batch.place
+        for direction, edge in ((Direction.FORWARD, 0), (Direction.BACKWARD, place.depth - 1)):
+            # At the model's ends one chunk gets its input from the data or the loss.
+            chunks = place.chunks - (place.stage == edge)
+            if chunks and not (direction is Direction.BACKWARD and batch.forward_only):
+                self._links.expect(direction, chunks * place.microbatches)
 
     # One batch.
 
@@ -231,27 +260,31 @@ class StageExecutor:
     def _jittered(self, task: Task) -> contextlib.AbstractContextManager[None]:
         """Forward and backward steps delay themselves by a hook; the time of others counts too."""
         jitter = self._jitter()
-        delays_itself = task[0] in (FORWARD, BACKWARD)
+        delays_itself = task.kind in (FORWARD, BACKWARD)
         return jitter.around(task) if jitter and not delays_itself else contextlib.nullcontext()
 
-    def _run_tasks(self, batch: _Batch, gradient_sync: _GradientSync) -> None:
+    def _run_tasks(self, batch: _Batch) -> None:
         arbiter, statistics = batch.arbiter, batch.statistics
         self._links.report_sent(batch.forward_only)
+        self._agreement.start(arbiter)
         statistics.started = time.perf_counter()
         try:
             while not arbiter.finished:
                 self._take_arrivals(batch)
                 started = time.perf_counter()
-                task = arbiter.choose()
+                task = self._agreement.choose(arbiter)
                 decided = time.perf_counter()
-                statistics.loads.append(Load(decided, arbiter.ready_count, arbiter.live))
+                if self._trace:
+                    statistics.loads.append(Load(decided, arbiter.ready.count, arbiter.live))
                 if task is None:
-                    with statistics.timed(statistics.waits):
+                    with statistics.waiting():
                         self._wait(batch)
                     continue
                 statistics.dispatch_s.append(decided - started)
+                if self._shares_tasks:
+                    statistics.agreement_s.append(decided - started)
                 with statistics.running(task), self._jittered(task):
-                    self.run_task(task, batch, gradient_sync)
+                    self.run_task(task, batch)
                 arbiter.completed(task)
             if not self._links.flush(self.config.timeout_s):
                 raise PipelineError(f"{self.where()}: {self._no_progress()}: a peer takes no more")
@@ -261,26 +294,54 @@ class StageExecutor:
             statistics.ended = time.perf_counter()
             statistics.peak_live = arbiter.peak_live
 
-    def run_task(self, task: Task, batch: _Batch, gradient_sync: _GradientSync) -> None:
-        """Run one task on this stage's model chunk and hand its result to the neighbour."""
-        if task.direction is FORWARD:
-            self._forward(task, batch)
-        else:
-            if task.microbatch == batch.num_microbatches - 1 and (
-                batch.config.grad_sync_func is None or self._stage == 0
-            ):
-                gradient_sync.enable()
-            self._backward(task, batch)
+    def run_task(self, task: Task, batch: _Batch) -> None:
+        """Run one task on its model chunk and hand its result to the neighbour."""
+        chunk = batch.chunks[task.chunk]
+        last = task.microbatch == batch.num_microbatches - 1
+        if task.kind is WEIGHT:
+            chunk.weight_gradients.run(last)
+            if last:
+                self._chunk_done(batch, chunk)
+            return
+        splitting = chunk.weight_gradients.collect() if batch.splits_weight else _NOTHING
+        with splitting:
+            if task.kind is FORWARD:
+                self._forward(task, batch, chunk)
+                return
+            # Megatron's own rule: stages but the first reduce in the bubble at the end.
+            alone = batch.place.chunks == 1
+            if last and alone and (batch.config.grad_sync_func is None or self._stage == 0):
+                chunk.gradient_sync.enable()
+            self._backward(task, batch, chunk)
+        if batch.splits_weight:
+            chunk.weight_gradients.seal()
+        elif last:
+            self._chunk_done(batch, chunk)
 
-    def _forward(self, task: Task, batch: _Batch) -> None:
+    def _chunk_done(self, batch: _Batch, chunk: _Chunk) -> None:
+        """Start the reduction of a chunk whose gradients are complete, where there are several.
+
+        Chunks are done in the same order on every data-parallel replica, last one first, because
+        each needs the gradients of the one after it. Single parameters are not: a replica may run
+        a weight task of one chunk before or after the last backward of another, so reductions
+        may not be left to the hooks of parameters here.
+        """
+        if batch.place.chunks > 1 and batch.config.no_sync_func is not None:
+            chunk.gradient_sync.enable()
+            chunk.model.start_grad_sync()
+
+    def _forward(self, task: Task, batch: _Batch, chunk: _Chunk) -> None:
         microbatch = task.microbatch
-        input_tensor = self._input(task, batch) if self._stage > 0 else None
-        first = microbatch == 0
+        starts, ends = self._starts(task), self._ends(task, batch)
+        input_tensor = None if starts else self._input(task, batch)
+        several = batch.place.chunks > 1
+        if several and microbatch == 0:
+            self._gather_parameters(batch, task.chunk + 1)
         with fork_random_state(self._seed, self._iteration(), microbatch, task.chunk, self._device):
             output, num_tokens = schedules.forward_step(
                 batch.forward_step_func,
-                batch.data_iterator,
-                batch.model,
+                chunk.data_iterator,
+                chunk.model,
                 batch.num_microbatches,
                 input_tensor,
                 batch.losses,
@@ -289,30 +350,47 @@ class StageExecutor:
                 collect_non_loss_data=batch.collect_non_loss_data,
                 checkpoint_activations_microbatch=self._checkpoints(batch, microbatch),
                 is_first_microbatch=schedules.check_first_val_step(
-                    batch.first_val_step, batch.forward_only, first
+                    batch.first_val_step, batch.forward_only, microbatch == 0
                 ),
                 current_microbatch=microbatch,
-                is_last_stage=self._stage == self._depth - 1,
+                vp_stage=task.chunk if several else None,
+                is_last_stage=ends,
             )
         batch.total_num_tokens += num_tokens
-        if self._stage < self._depth - 1:
-            self._send(FORWARD, task, batch, output)
+        if not ends:
+            wraps = self._stage == self._depth - 1
+            self._send(Direction.FORWARD, task, task.chunk + wraps, batch, output)
         if not batch.forward_only:
-            batch.inputs[microbatch] = input_tensor
-            batch.outputs[microbatch] = output
+            chunk.inputs[microbatch] = input_tensor
+            chunk.outputs[microbatch] = output
             # The message holds the output's memory by now; the graph needs only its history.
             schedules.deallocate_output_tensor(output, batch.config.deallocate_pipeline_outputs)
 
-    def _backward(self, task: Task, batch: _Batch) -> None:
-        gradient = self._input(task, batch) if self._stage < self._depth - 1 else None
+    def _gather_parameters(self, batch: _Batch, chunk: int) -> None:
+        """Start to gather a chunk's parameters while the one before it first runs."""
+        functions = None if batch.forward_only else batch.config.param_sync_func
+        if isinstance(functions, list) and chunk < len(functions):
+            functions[chunk](batch.chunks[chunk].model.parameters())
+
+    def _backward(self, task: Task, batch: _Batch, chunk: _Chunk) -> None:
+        gradient = None if self._ends(task, batch) else self._input(task, batch)
         input_gradient = schedules.backward_step(
-            batch.inputs.pop(task.microbatch),
-            batch.outputs.pop(task.microbatch),
+            chunk.inputs.pop(task.microbatch),
+            chunk.outputs.pop(task.microbatch),
             gradient,
             batch.config,
         )
-        if self._stage > 0:
-            self._send(BACKWARD, task, batch, input_gradient)
+        if not self._starts(task):
+            wraps = self._stage == 0
+            self._send(Direction.BACKWARD, task, task.chunk - wraps, batch, input_gradient)
+
+    def _starts(self, task: Task) -> bool:
+        """Whether the model begins with the task's chunk."""
+        return self._stage == 0 and task.chunk == 0
+
+    def _ends(self, task: Task, batch: _Batch) -> bool:
+        """Whether the model ends with the task's chunk."""
+        return self._stage == self._depth - 1 and task.chunk == batch.place.chunks - 1
 
     def _checkpoints(self, batch: _Batch, microbatch: int) -> bool | None:
         """Whether all layers of this microbatch are checkpointed, where only some are to be."""
@@ -322,12 +400,20 @@ class StageExecutor:
         window = min(self._depth - self._stage - 1, batch.num_microbatches) + 1
         return bool(microbatch % window >= partial)
 
+    def _start_remaining_reductions(self, batch: _Batch) -> None:
+        """As Megatron's schedules do after the last task, for what has not started yet."""
+        for chunk in batch.chunks:
+            if not chunk.gradient_sync.enabled:
+                chunk.gradient_sync.enable()
+                if batch.config.grad_sync_func is not None:
+                    batch.config.grad_sync_func(chunk.model.parameters())
+
     def _finalize(self, batch: _Batch, force_all_reduce: bool | None) -> None:
         """Reduce gradients over replicas and tied embeddings, as Megatron's schedules do."""
         tokens = batch.total_num_tokens if batch.config.calculate_per_token_loss else None
         try:
             batch.config.finalize_model_grads_func(
-                [batch.model],
+                [chunk.model for chunk in batch.chunks],
                 tokens,
                 pg_collection=batch.groups,
                 force_all_reduce=force_all_reduce,
@@ -337,12 +423,21 @@ class StageExecutor:
 
     # Messages.
 
+    def _sent(self) -> int:
+        return self._links.sent(Direction.FORWARD)
+
     def _send(
-        self, direction: Direction, task: Task, batch: _Batch, tensor: torch.Tensor | None
+        self,
+        direction: Direction,
+        task: Task,
+        chunk: int,
+        batch: _Batch,
+        tensor: torch.Tensor | None,
     ) -> None:
+        """Send a result to the neighbour's `chunk`."""
         tensor = tensor.detach() if tensor is not None else None
         dtype, shape = describe(tensor)
-        header = Header(batch.number, direction, task.microbatch, task.chunk, dtype, shape)
+        header = Header(batch.number, direction, task.microbatch, chunk, dtype, shape)
         batch.statistics.sent.append(MessageTime(header, time.perf_counter()))
         self._links.send(Message(header, tensor))
 
@@ -355,23 +450,24 @@ class StageExecutor:
                     f"{self.where()}: an {header.direction.payload} of batch {header.batch} "
                     f"arrived in batch {batch.number}; the stages do not run the same batches"
                 )
+            task = Task(Kind(header.direction), header.microbatch, header.chunk)
             try:
-                batch.arbiter.arrived(header.direction, header.microbatch)
+                self._agreement.arrived(batch.arbiter, task)
             except ValueError as error:
                 raise PipelineError(f"{self.where()}: {error}") from error
             batch.statistics.arrived.append(
                 MessageTime(header, message.arrived or time.perf_counter())
             )
-            batch.arrived[Task(header.direction, header.microbatch, header.chunk)] = message.tensor
-        if batch.forward_only and self._stage < self._depth - 1:
-            sent = self._links.sent(FORWARD)
-            batch.arbiter.released(sent - batch.sent)
+            batch.arrived[task] = message.tensor
+        if batch.forward_only:
+            sent = self._sent()
+            self._agreement.released(batch.arbiter, sent - batch.sent)
             batch.sent = sent
 
     def _input(self, task: Task, batch: _Batch) -> torch.Tensor | None:
         tensor = batch.arrived.pop(task)
-        self._links.consumed(task.direction)
-        if task.direction is FORWARD and tensor is not None and tensor.is_floating_point():
+        self._links.consumed(Direction(task.kind))
+        if task.kind is FORWARD and tensor is not None and tensor.is_floating_point():
             tensor.requires_grad_()
         return tensor
 
@@ -379,7 +475,7 @@ class StageExecutor:
 
     def _wait(self, batch: _Batch) -> None:
         with self._telling_of_termination(batch):
-            happened = self._links.wait(self.config.timeout_s)
+            happened = self._agreement.wait(self._links, self.config.timeout_s)
         if not happened:
             raise PipelineError(
                 f"{self.where()}: {self._no_progress()} while waiting for "
@@ -429,14 +525,18 @@ class StageExecutor:
         return f"stage {stage} (rank {self._ranks[stage]})"
 
     def _awaited(self, batch: _Batch) -> str:
-        waits = [
-            f"the {task.direction.payload} of microbatch {task.microbatch} from "
-            + self._peer(self._stage + (1 if task.direction is BACKWARD else -1))
-            for task in batch.arbiter.awaited()
-        ]
+        waits = []
+        for task in batch.arbiter.awaited():
+            direction = Direction(task.kind)
+            step = 1 if direction is Direction.BACKWARD else -1
+            where = f" on chunk {task.chunk}" if batch.place.chunks > 1 else ""
+            waits.append(
+                f"the {direction.payload} of microbatch {task.microbatch}{where} from "
+                + self._peer((self._stage + step) % self._depth)
+            )
         if waits:
             return " or ".join(waits)
-        return f"{self._peer(self._stage + 1)} to take the outputs sent to it"
+        return f"{self._peer((self._stage + 1) % self._depth)} to take the outputs sent to it"
 
     def lost_in_collective(self, error: BaseException) -> str:
         """What to say of an error outside the tasks: there a stage waits for ranks, not tasks."""
@@ -455,45 +555,34 @@ class StageExecutor:
 
 
 class _GradientSync(contextlib.AbstractContextManager["_GradientSync"]):
-    """Keeps data-parallel gradient reduction off until the last backward turns it on."""
+    """Keeps the data-parallel reduction of a chunk off until its gradients are complete."""
 
-    def __init__(self, config: Any) -> None:
-        self._no_sync = config.no_sync_func or contextlib.nullcontext
+    def __init__(self, config: Any, chunk: int) -> None:
+        no_sync = config.no_sync_func
+        if isinstance(no_sync, list):
+            no_sync = no_sync[chunk]
+        self._no_sync = no_sync or contextlib.nullcontext
         self._stack = contextlib.ExitStack()
-        self.disabled = False
+        self.enabled = True
 
     def __enter__(self) -> _GradientSync:
         self._stack.enter_context(self._no_sync())
-        self.disabled = True
+        self.enabled = False
         return self
 
     def enable(self) -> None:
+        """Let reductions start."""
         self._stack.close()
-        self.disabled = False
+        self.enabled = True
 
     def __exit__(self, *_: object) -> None:
         self.enable()
 
 
 def _default_groups() -> Any:
-    names = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp", "tp_dp_cp", "dp"]
-    return ProcessGroupCollection.use_mpu_process_groups(names)
-
-
-def _only_chunk(value: Any, what: str) -> Any:
-    if not isinstance(value, list):
-        return value
-    if len(value) != 1:
-        raise UsageError(
-            f"--pipeline-schedule rrfp got {len(value)} {what}s: it does not support virtual "
-            "stages yet; leave out --num-layers-per-virtual-pipeline-stage"
-        )
-    return value[0]
-
-
-def _on_gpu(model: Any) -> bool:
-    model = model[0] if isinstance(model, list) else model
-    return any(parameter.is_cuda for parameter in model.parameters())
+    wanted = ["tp", "cp", "ep", "expt_tp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"]
+    known = {field.name for field in fields(ProcessGroupCollection)}
+    return ProcessGroupCollection.use_mpu_process_groups([n for n in wanted if n in known])
 
 
 def _first_line(error: BaseException) -> str:

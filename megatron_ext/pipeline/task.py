@@ -23,15 +23,27 @@ class Direction(IntEnum):
         return "activation" if self is Direction.FORWARD else "gradient"
 
 
-class Task(NamedTuple):
-    """One forward or backward of one microbatch on one model chunk of a stage."""
+class Kind(IntEnum):
+    """What a task computes. The first two are also the directions of messages."""
 
-    direction: Direction
+    FORWARD = 0
+    """A chunk's output from its input."""
+    BACKWARD = 1
+    """The gradient of a chunk's input, and where nothing is split off, of its weights."""
+    WEIGHT = 2
+    """The weight gradients that a backward left for later."""
+
+
+class Task(NamedTuple):
+    """One piece of work on one microbatch and one model chunk of a stage."""
+
+    kind: Kind
     microbatch: int
     chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.direction.name.lower()} of microbatch {self.microbatch}"
+        chunk = f" on chunk {self.chunk}" if self.chunk else ""
+        return f"{self.kind.name.lower()} of microbatch {self.microbatch}{chunk}"
 
 
 class HeaderError(ValueError):

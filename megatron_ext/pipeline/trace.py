@@ -180,13 +180,11 @@ def batch_events(
     for started, ended in statistics.reductions:
         events.slice(_TASKS, "reduce gradients", started, ended)
     _add_messages(events, statistics)
-    before = (-1, -1)
-    for at, ready, live in statistics.loads:
-        if (ready, live) != before:
-            events.counter("ready", "tasks", at, ready)
-            events.counter("live", "microbatches", at, live)
-            before = (ready, live)
-    events.counter("ready", "tasks", end, 0)
+    # A rank on which nothing was ever ready leaves its decisions to another rank of its group.
+    if any(ready for _, ready, _ in statistics.loads):
+        _add_counter(events, "ready", "tasks", [(at, ready) for at, ready, _ in statistics.loads])
+        events.counter("ready", "tasks", end, 0)
+    _add_counter(events, "live", "microbatches", [(at, live) for at, _, live in statistics.loads])
     events.counter("live", "microbatches", end, 0)
     if failure is not None:
         events.mark(failure, end)
@@ -234,6 +232,15 @@ def _add_messages(events: _Events, statistics: BatchStatistics) -> None:
         if span := began.get(consumer(header)):
             inside = min(_INSIDE_US, (span.ended - span.started) * 1e6 / 2)
             events.arrow("f", _TASKS, span.started * 1e6 + inside, flow)
+
+
+def _add_counter(events: _Events, name: str, unit: str, values: list[tuple[float, int]]) -> None:
+    """A counter where it changes."""
+    before = -1
+    for at, value in values:
+        if value != before:
+            events.counter(name, unit, at, value)
+            before = value
 
 
 class _Events:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.pipeline.arbiter import Arbiter
-from megatron_ext.pipeline.hints import Hint
-from megatron_ext.pipeline.task import Direction, Task
+from megatron_ext.pipeline.hints import Hint, Place
+from megatron_ext.pipeline.task import Direction, Kind, Task
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 Durations = Sequence[Sequence[float]]  # [stage][microbatch]
 
 
@@ -28,29 +28,34 @@ def simulate(
     forward: Durations,
     backward: Durations,
     *,
-    hint: Hint,
+    hint: type[Hint],
     limits: Sequence[int],
+    chunks: int = 1,
+    weight_share: float = 0.5,
     latency: Callable[[Task], float] = lambda task: 0,
 ) -> Outcome:
     """Run one batch; messages take `latency` each and may overtake one another.
 
-    Everything that happens at a time is known before a stage decides at that time.
+    Everything that happens at a time is known before a stage decides at that time. With a hint
+    that splits off weight gradients they take `weight_share` of the backward's time.
     """
     depth, microbatches = len(forward), len(forward[0])
-    arbiters = [
-        Arbiter(
-            num_microbatches=microbatches,
-            live_limit=limits[stage],
-            hint=hint,
-            is_first_stage=stage == 0,
-            is_last_stage=stage == depth - 1,
-        )
-        for stage in range(depth)
-    ]
+    arbiters = []
+    for stage in range(depth):
+        place = Place(stage, depth, microbatches, limits[stage], chunks)
+        arbiters.append(Arbiter(place, hint(place)))
     outcome = Outcome(orders=[[] for _ in range(depth)])
     busy = [False] * depth
     events: list[tuple[float, int, str, int, Task]] = []
     serial = iter(range(10**9))
+
+    def duration(stage: int, task: Task) -> float:
+        if task.kind is FORWARD:
+            return forward[stage][task.microbatch]
+        whole = backward[stage][task.microbatch]
+        if not hint.splits_weight:
+            return whole
+        return whole * (weight_share if task.kind is WEIGHT else 1 - weight_share)
 
     def dispatch(now: float) -> None:
         for stage, arbiter in enumerate(arbiters):
@@ -58,29 +63,39 @@ def simulate(
                 continue
             busy[stage] = True
             outcome.orders[stage].append(task)
-            times = forward if task.direction is FORWARD else backward
-            end = now + times[stage][task.microbatch]
+            end = now + duration(stage, task)
             heapq.heappush(events, (end, next(serial), "done", stage, task))
 
     dispatch(0)
     while events:
         now = events[0][0]
         while events and events[0][0] == now:
-            _, _, kind, stage, task = heapq.heappop(events)
-            if kind == "arrival":
-                arbiters[stage].arrived(task.direction, task.microbatch)
+            _, _, event, stage, task = heapq.heappop(events)
+            if event == "arrival":
+                arbiters[stage].arrived(Direction(task.kind), task.microbatch, task.chunk)
                 continue
             busy[stage] = False
             arbiters[stage].completed(task)
             outcome.makespan = now
-            neighbour = stage + 1 if task.direction is FORWARD else stage - 1
-            if 0 <= neighbour < depth:
+            if receiver := _receiver(stage, task, depth, chunks):
+                neighbour, needed = receiver
                 arrival = now + latency(task)
-                heapq.heappush(events, (arrival, next(serial), "arrival", neighbour, task))
+                heapq.heappush(events, (arrival, next(serial), "arrival", neighbour, needed))
         dispatch(now)
     outcome.peaks = [arbiter.peak_live for arbiter in arbiters]
     outcome.finished = all(arbiter.finished for arbiter in arbiters)
     return outcome
+
+
+def _receiver(stage: int, task: Task, depth: int, chunks: int) -> tuple[int, Task] | None:
+    """The stage and task that need the result of `task`."""
+    if task.kind is WEIGHT:
+        return None
+    step = 1 if task.kind is FORWARD else -1
+    virtual = task.chunk * depth + stage + step
+    if not 0 <= virtual < depth * chunks:
+        return None
+    return virtual % depth, task._replace(chunk=virtual // depth)
 
 
 def one_f_one_b_order(stage: int, depth: int, microbatches: int) -> list[Task]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from megatron_ext.pipeline.arbiter import Arbiter
-from megatron_ext.pipeline.hints import HINTS
-from megatron_ext.pipeline.task import Direction, Task
+from megatron_ext.pipeline.hints import HINTS, Place
+from megatron_ext.pipeline.task import Direction, Kind, Task
 from tests.pipeline.simulated_pipeline import (
     BACKWARD,
     FORWARD,
+    WEIGHT,
     Outcome,
     one_f_one_b_order,
     simulate,
@@ -31,50 +42,95 @@ def durations(draw: st.DrawFn, depth: int, microbatches: int) -> list[list[int]]
     return draw(st.lists(row, min_size=depth, max_size=depth))
 
 
+@dataclass(frozen=True)
+class Case:
+    """A pipeline, its task times and what the user set."""
+
+    forward: list[list[int]]
+    backward: list[list[int]]
+    limit: int
+    chunks: int
+    hint: str
+
+    @property
+    def depth(self) -> int:
+        return len(self.forward)
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.forward[0])
+
+
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], int]:
+def cases(draw: st.DrawFn, hints: st.SearchStrategy[str], most_chunks: int = 3) -> Case:
     depth, microbatches = draw(depths), draw(microbatch_counts)
+    chunks = draw(st.integers(1, most_chunks)) if depth > 1 else 1
     forward = draw(durations(depth, microbatches))
     backward = draw(durations(depth, microbatches))
-    return forward, backward, draw(st.integers(1, 2 * depth))
+    return Case(forward, backward, draw(st.integers(1, 2 * depth)), chunks, draw(hints))
 
 
-def check_complete_and_ordered(outcome: Outcome, microbatches: int) -> None:
+READINESS_DRIVEN = [name for name, hint in HINTS.items() if not hint.fixed_order]
+
+
+def check_complete_and_ordered(outcome: Outcome, case: Case) -> None:
     assert outcome.finished
+    kinds = Kind if HINTS[case.hint].splits_weight else (FORWARD, BACKWARD)
     for order in outcome.orders:
-        for direction in Direction:
-            done = [task.microbatch for task in order if task.direction is direction]
-            assert done == list(range(microbatches))
+        assert len(order) == len(kinds) * case.chunks * case.microbatches
+        for kind in kinds:
+            for chunk in range(case.chunks):
+                done = [t.microbatch for t in order if (t.kind, t.chunk) == (kind, chunk)]
+                assert done == list(range(case.microbatches))
 
 
-@given(pipelines(), st.lists(st.integers(0, 100), min_size=1, max_size=30))
-@settings(max_examples=300, deadline=None)
-def test_finishes_bounded_and_ordered(
-    pipeline: tuple[list[list[int]], list[list[int]], int], latencies: list[int]
-) -> None:
-    forward, backward, limit = pipeline
-    drawn = iter(latencies * (4 * MOST_DEPTH * MOST_MICROBATCHES))
+@given(
+    cases(st.sampled_from(READINESS_DRIVEN)),
+    st.lists(st.integers(0, 100), min_size=1, max_size=30),
+)
+@settings(max_examples=400, deadline=None)
+def test_finishes_bounded_and_ordered(case: Case, latencies: list[int]) -> None:
+    drawn = itertools.cycle(latencies)
     outcome = simulate(
-        forward,
-        backward,
-        hint=HINTS["bf"],
-        limits=[limit] * len(forward),
+        case.forward,
+        case.backward,
+        hint=HINTS[case.hint],
+        limits=[case.limit] * case.depth,
+        chunks=case.chunks,
         latency=lambda task: next(drawn),
     )
-    check_complete_and_ordered(outcome, len(forward[0]))
-    assert max(outcome.peaks) <= limit
+    check_complete_and_ordered(outcome, case)
+    assert max(outcome.peaks) <= case.limit * case.chunks
 
 
-@given(depths, microbatch_counts, times, times)
+@given(cases(st.just("1f1b")), st.integers(0, 100))
+@settings(max_examples=200, deadline=None)
+def test_the_fixed_order_finishes_too(case: Case, latency: int) -> None:
+    assume(case.chunks == 1 or case.microbatches % case.depth == 0)
+    outcome = simulate(
+        case.forward,
+        case.backward,
+        hint=HINTS["1f1b"],
+        limits=[case.limit] * case.depth,
+        chunks=case.chunks,
+        latency=lambda task: latency,
+    )
+    check_complete_and_ordered(outcome, case)
+    if case.chunks == 1:
+        assert max(outcome.peaks) <= case.limit
+
+
+@given(depths, microbatch_counts, times, times, st.sampled_from(["bf", "1f1b"]))
 @settings(max_examples=200, deadline=None)
 def test_without_jitter_and_latency_the_order_is_1f1b(
-    depth: int, microbatches: int, forward_time: int, backward_time: int
+    depth: int, microbatches: int, forward_time: int, backward_time: int, hint: str
 ) -> None:
+    own = [depth - stage for stage in range(depth)]  # 1F1B's own depth on every stage
     outcome = simulate(
         [[forward_time] * microbatches] * depth,
         [[backward_time] * microbatches] * depth,
-        hint=HINTS["bf"],
-        limits=[depth - stage for stage in range(depth)],  # 1F1B's own depth on every stage
+        hint=HINTS[hint],
+        limits=own if hint == "bf" else [depth] * depth,
     )
     for stage, order in enumerate(outcome.orders):
         assert order == one_f_one_b_order(stage, depth, microbatches)
@@ -94,13 +150,12 @@ def test_with_room_and_without_jitter_it_is_as_fast_as_1f1b(
     assert outcome.makespan == (microbatches + depth - 1) * (forward_time + backward_time)
 
 
-@given(pipelines())
+@given(cases(st.just("bf"), most_chunks=1))
 @settings(max_examples=500, deadline=None)
-def test_theorem_6_1(pipeline: tuple[list[list[int]], list[list[int]], int]) -> None:
+def test_theorem_6_1(case: Case) -> None:
     """RRFP, Theorem 6.1: without limit and latency BF is no slower than the bound."""
-    forward, backward, _ = pipeline
-    depth, microbatches = len(forward), len(forward[0])
-    outcome = simulate(forward, backward, hint=HINTS["bf"], limits=[microbatches] * depth)
+    forward, backward, microbatches = case.forward, case.backward, case.microbatches
+    outcome = simulate(forward, backward, hint=HINTS["bf"], limits=[microbatches] * case.depth)
     slack_forward = sum(
         max(row[j] for row in forward) - forward[-1][j] for j in range(1, microbatches)
     )
@@ -114,6 +169,21 @@ def test_theorem_6_1(pipeline: tuple[list[list[int]], list[list[int]], int]) -> 
         + slack_backward
     )
     assert outcome.makespan <= bound
+
+
+@pytest.mark.parametrize("hint", ["bfw", "bfw-depth"])
+def test_bounded_weight_gradients_beat_1f1b_at_its_own_memory(hint: str) -> None:
+    depth, microbatches, sigma = 8, 64, 0.3
+    generator = np.random.default_rng(0)
+    shape = (depth, microbatches)
+    forward = generator.lognormal(-(sigma**2) / 2, sigma, shape).tolist()
+    backward = (2 * generator.lognormal(-(sigma**2) / 2, sigma, shape)).tolist()
+    fixed, split = (
+        simulate(forward, backward, hint=HINTS[name], limits=[depth] * depth)
+        for name in ("1f1b", hint)
+    )
+    assert max(split.peaks) <= depth == max(fixed.peaks)
+    assert fixed.makespan / split.makespan > 1.15
 
 
 def flow_shop_makespan(stages: list[list[int]]) -> int:
@@ -132,100 +202,118 @@ def test_the_live_limit_binds() -> None:
     assert outcome.peaks == [2, 2, 2, 1]
 
 
+def test_deferred_weight_gradients_count_as_live() -> None:
+    # The last stage is never idle; unbounded it would defer every weight gradient to the end.
+    outcome = simulate([[1] * 12] * 2, [[2] * 12] * 2, hint=HINTS["bfw"], limits=[3] * 2)
+    assert outcome.peaks[-1] == 3
+    kinds = [task.kind for task in outcome.orders[-1]]
+    assert WEIGHT in kinds[:10]
+
+
 class MiddleStage(RuleBasedStateMachine):
     """One stage between two that do whatever they like, as far as the protocol lets them."""
 
-    microbatches, limit = 7, 3
+    microbatches, limit, chunks = 5, 2, 2
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.arbiter = Arbiter(
-            num_microbatches=self.microbatches,
-            live_limit=self.limit,
-            hint=HINTS["bf"],
-            is_first_stage=False,
-            is_last_stage=False,
-        )
-        self.arrived: dict[Direction, set[int]] = {FORWARD: set(), BACKWARD: set()}
-        self.done: dict[Direction, int] = {FORWARD: 0, BACKWARD: 0}
+    @initialize(hint=st.sampled_from(READINESS_DRIVEN))
+    def begin(self, hint: str) -> None:
+        place = Place(1, 3, self.microbatches, self.limit, self.chunks)
+        self.splits = HINTS[hint].splits_weight
+        self.arbiter = Arbiter(place, HINTS[hint](place))
+        self.arrived: set[Task] = set()
+        self.done: dict[tuple[Kind, int], int] = {
+            (kind, chunk): 0 for kind in Kind for chunk in range(self.chunks)
+        }
 
-    @rule(microbatch=st.integers(0, microbatches - 1))
-    def activation_arrives(self, microbatch: int) -> None:
-        if microbatch not in self.arrived[FORWARD]:
-            self.arrived[FORWARD].add(microbatch)
-            self.arbiter.arrived(FORWARD, microbatch)
-
-    @rule(microbatch=st.integers(0, microbatches - 1))
-    def gradient_arrives(self, microbatch: int) -> None:
-        sent = microbatch < self.done[FORWARD]
-        if sent and microbatch not in self.arrived[BACKWARD]:
-            self.arrived[BACKWARD].add(microbatch)
-            self.arbiter.arrived(BACKWARD, microbatch)
+    @rule(
+        kind=st.sampled_from([FORWARD, BACKWARD]),
+        microbatch=st.integers(0, microbatches - 1),
+        chunk=st.integers(0, chunks - 1),
+    )
+    def a_message_arrives(self, kind: Kind, microbatch: int, chunk: int) -> None:
+        task = Task(kind, microbatch, chunk)
+        if kind is BACKWARD and microbatch >= self.done[FORWARD, chunk]:
+            return  # not sent before the activation was
+        if kind is FORWARD and chunk and microbatch >= self.done[FORWARD, chunk - 1]:
+            return
+        if task not in self.arrived:
+            self.arrived.add(task)
+            self.arbiter.arrived(Direction(kind), microbatch, chunk)
 
     @precondition(lambda self: self.arbiter.choose() is not None)
     @rule()
     def run(self) -> None:
         task = self.arbiter.choose()
         assert task is not None
-        assert task.microbatch == self.done[task.direction]
-        assert task.microbatch in self.arrived[task.direction]
+        kind, microbatch, chunk = task
+        assert microbatch == self.done[kind, chunk]
+        if kind is WEIGHT:
+            assert self.splits
+            assert microbatch < self.done[BACKWARD, chunk]
+        else:
+            assert task in self.arrived
         self.arbiter.completed(task)
-        self.done[task.direction] += 1
+        self.done[kind, chunk] += 1
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        live = self.done[FORWARD] - self.done[BACKWARD]
-        assert self.arbiter.live == live <= self.limit
-        forward_ready = self.done[FORWARD] in self.arrived[FORWARD] and live < self.limit
-        backward_ready = self.done[BACKWARD] in self.arrived[BACKWARD]
-        assert (self.arbiter.choose() is not None) == (forward_ready or backward_ready)
-        assert self.arbiter.finished == (self.done[BACKWARD] == self.microbatches)
-        if not (forward_ready or backward_ready or self.arbiter.finished):
+        if not hasattr(self, "arbiter"):
+            return
+        total = {kind: sum(self.done[kind, c] for c in range(self.chunks)) for kind in Kind}
+        live = total[FORWARD] - total[WEIGHT if self.splits else BACKWARD]
+        assert self.arbiter.live == live <= self.limit * self.chunks
+        finished = total[WEIGHT if self.splits else BACKWARD] == self.microbatches * self.chunks
+        assert self.arbiter.finished == finished
+        stuck = self.arbiter.choose() is None and not finished
+        backward_ready = any(
+            Task(BACKWARD, self.done[BACKWARD, c], c) in self.arrived for c in range(self.chunks)
+        )
+        if stuck:
+            assert not backward_ready
+            assert not (self.splits and total[BACKWARD] > total[WEIGHT])
             assert self.arbiter.awaited()
 
 
 TestMiddleStage = MiddleStage.TestCase
 
 
-def make_arbiter(**changes: object) -> Arbiter:
-    arguments: dict[str, object] = {
-        "num_microbatches": 4,
-        "live_limit": 2,
-        "hint": HINTS["bf"],
-        "is_first_stage": False,
-        "is_last_stage": False,
-    }
-    return Arbiter(**(arguments | changes))  # type: ignore[arg-type]
+def make_arbiter(
+    stage: int = 1, depth: int = 3, chunks: int = 1, *, forward_only: bool = False
+) -> Arbiter:
+    place = Place(stage, depth, microbatches=4, live_limit=2, chunks=chunks)
+    return Arbiter(place, HINTS["bf"](place), forward_only=forward_only)
 
 
 @pytest.mark.parametrize(
-    ("changes", "direction", "microbatch"),
+    ("arbiter", "direction", "microbatch", "chunk"),
     [
-        ({}, FORWARD, 4),
-        ({"is_first_stage": True}, FORWARD, 0),
-        ({"is_last_stage": True}, BACKWARD, 0),
-        ({"forward_only": True}, BACKWARD, 0),
+        (make_arbiter(), Direction.FORWARD, 4, 0),
+        (make_arbiter(), Direction.FORWARD, 0, 1),
+        (make_arbiter(stage=0), Direction.FORWARD, 0, 0),
+        (make_arbiter(stage=2), Direction.BACKWARD, 0, 0),
+        (make_arbiter(stage=2, chunks=2), Direction.BACKWARD, 0, 1),
+        (make_arbiter(forward_only=True), Direction.BACKWARD, 0, 0),
     ],
 )
 def test_unexpected_arrivals_are_refused(
-    changes: dict[str, object], direction: Direction, microbatch: int
+    arbiter: Arbiter, direction: Direction, microbatch: int, chunk: int
 ) -> None:
     with pytest.raises(ValueError, match=f"unexpected {direction.payload} of microbatch"):
-        make_arbiter(**changes).arrived(direction, microbatch)
+        arbiter.arrived(direction, microbatch, chunk)
 
 
 def test_an_arrival_counts_once() -> None:
     arbiter = make_arbiter()
-    arbiter.arrived(FORWARD, 0)
+    arbiter.arrived(Direction.FORWARD, 0)
     with pytest.raises(ValueError, match="unexpected activation of microbatch 0"):
-        arbiter.arrived(FORWARD, 0)
+        arbiter.arrived(Direction.FORWARD, 0)
     arbiter.completed(Task(FORWARD, 0))
     with pytest.raises(ValueError, match="unexpected activation of microbatch 0"):
-        arbiter.arrived(FORWARD, 0)
+        arbiter.arrived(Direction.FORWARD, 0)
 
 
 def test_a_forward_only_batch_holds_outputs_until_they_are_taken() -> None:
-    arbiter = make_arbiter(is_first_stage=True, forward_only=True)
+    arbiter = make_arbiter(stage=0, forward_only=True)
     for microbatch in range(2):
         assert arbiter.choose() == Task(FORWARD, microbatch)
         arbiter.completed(Task(FORWARD, microbatch))
@@ -239,6 +327,6 @@ def test_awaited_names_what_is_missing() -> None:
     arbiter = make_arbiter()
     assert arbiter.awaited() == [Task(FORWARD, 0)]
     for microbatch in range(2):
-        arbiter.arrived(FORWARD, microbatch)
+        arbiter.arrived(Direction.FORWARD, microbatch)
         arbiter.completed(Task(FORWARD, microbatch))
     assert arbiter.awaited() == [Task(BACKWARD, 0)]  # the limit forbids another forward

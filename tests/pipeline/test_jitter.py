@@ -15,10 +15,10 @@ import torch
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline import jitter
 from megatron_ext.pipeline.jitter import Jitter, JitterConfig
-from megatron_ext.pipeline.task import Direction, Task
+from megatron_ext.pipeline.task import Kind, Task
 from tests.training import RRFP, train, train_well
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
 
 class FakeStopwatch:
@@ -95,7 +95,7 @@ def test_a_draw_depends_on_the_task_and_its_place_only() -> None:
     tasks = [
         Task(kind, number, chunk) for kind in (0, 1) for number in range(9) for chunk in (0, 1)
     ]
-    tasks = [Task(Direction(kind), number, chunk) for kind, number, chunk in tasks]
+    tasks = [Task(Kind(kind), number, chunk) for kind, number, chunk in tasks]
     delays = make(config)
     there = [delays.delay_s(task) for task in tasks]
     back = [delays.delay_s(task) for task in reversed(tasks)]
@@ -119,7 +119,7 @@ def test_a_split_backward_is_delayed_like_a_whole_one() -> None:
     whole, split = make(config), make(config)
     whole.learn(Task(BACKWARD, 0), 0.008)
     split.learn(Task(BACKWARD, 0), 0.005)
-    second_half = Task(2, 0)  # type: ignore[arg-type]
+    second_half = Task(Kind.WEIGHT, 0)
     split.learn(second_half, 0.003)
     assert split.delay_s(Task(BACKWARD, 1)) == pytest.approx(whole.delay_s(Task(BACKWARD, 1)))
     assert split.delay_s(second_half) == 0

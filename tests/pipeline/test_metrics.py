@@ -16,10 +16,10 @@ import pytest
 
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, MessageTime, Span, TaskSpan
 from megatron_ext.pipeline.metrics import Interval, report
-from megatron_ext.pipeline.task import Direction, Header, Task
+from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from tests.training import RRFP, train_well
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
 
 def make_batch(busy_s: float, batch_s: float, peak_live: int) -> BatchStatistics:
@@ -32,8 +32,8 @@ def make_batch(busy_s: float, batch_s: float, peak_live: int) -> BatchStatistics
     batch.waits = [Span(10.0 + busy_s, 10.0 + batch_s)]
     batch.dispatch_s = [1e-6, 2e-6, 30e-6]
     batch.arrived = [
-        MessageTime(Header(0, BACKWARD, 0, 0, 1, ()), middle - 0.25),
-        MessageTime(Header(0, FORWARD, 7, 0, 1, ()), 9.0),  # never used
+        MessageTime(Header(0, Direction.BACKWARD, 0, 0, 1, ()), middle - 0.25),
+        MessageTime(Header(0, Direction.FORWARD, 7, 0, 1, ()), 9.0),  # never used
     ]
     return batch
 
@@ -44,6 +44,19 @@ def test_a_batch() -> None:
     assert batch.waiting_s == pytest.approx(2)
     assert batch.order == [Task(FORWARD, 0), Task(BACKWARD, 0)]
     assert batch.message_ages_s() == pytest.approx([0.25])
+
+
+def test_a_wait_goes_on_until_a_task_runs() -> None:
+    batch = BatchStatistics(False)
+    for _ in range(3):
+        with batch.waiting():
+            pass
+    with batch.running(Task(FORWARD, 0)):
+        pass
+    with batch.waiting():
+        pass
+    first, second = batch.waits
+    assert first.ended <= batch.tasks[0].started <= batch.tasks[0].ended <= second.started
 
 
 def test_figures_per_stage_and_over_all() -> None:
@@ -137,6 +150,15 @@ def test_tensorboard_and_wandb_get_them(corpus: Path, tmp_path: Path) -> None:
         assert [value for _, value in mine["rrfp/live peak/stage 0"]] == [3, 3]
         assert [value for _, value in mine["rrfp/live peak/stage 1"]] == [1, 1]
         assert "lm loss" in scalars  # Megatron's own are there as ever
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_decide_together(corpus: Path, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--tensor-model-parallel-size", "2", "--rrfp-hint", "bfw"]
+    train_well(corpus, 4, [*flags, *RRFP, "--tensorboard-dir", str(tmp_path)])
+    scalars = _read_tensorboard(tmp_path)
+    for name in ("agreement (us)", "weight (ms)"):
+        assert [step for step, _ in scalars[f"rrfp/{name}/stage 0"]] == [2, 4]
 
 
 @pytest.mark.multiprocess

@@ -22,12 +22,12 @@ from megatron_ext.pipeline.batch_statistics import (
     TaskSpan,
 )
 from megatron_ext.pipeline.clock import ClockReading
-from megatron_ext.pipeline.task import Direction, Header, Task
+from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace, batch_events, label, rank_names
 from megatron_ext.pipeline.trace_window import TraceWindow
 from tests.training import RRFP, Disturbance, train, train_well
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 Event = dict[str, Any]
 
 
@@ -200,12 +200,12 @@ def make_batch(microbatches: int = 64, iteration: int = 1) -> BatchStatistics:
     batch = BatchStatistics(False, iteration=iteration, started=100.0, peak_live=2)
     now = batch.started
     for number in range(microbatches):
-        for direction in (FORWARD, BACKWARD):
+        for direction in Direction:
             header = Header(0, direction, number, 0, 1, (64, 1, 64))
             batch.loads.append(Load(now, number % 2, number % 3))
             batch.waits.append(Span(now, now + 0.001))
             batch.arrived.append(MessageTime(header, now + 0.001))
-            batch.tasks.append(TaskSpan(Task(direction, number), now + 0.001, now + 0.005))
+            batch.tasks.append(TaskSpan(Task(Kind(direction), number), now + 0.001, now + 0.005))
             batch.sent.append(MessageTime(header, now + 0.004))
             now += 0.006
     batch.ended = now

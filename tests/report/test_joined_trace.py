@@ -12,7 +12,7 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, MessageTime, TaskSpan
 from megatron_ext.pipeline.clock import ClockReading
-from megatron_ext.pipeline.task import Direction, Header, Task
+from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace
 from megatron_ext.pipeline.trace_window import TraceWindow
 from tests.pipeline.test_trace import arrows, check_events, load
@@ -27,7 +27,7 @@ def write_traces(folder: Path, *, ranks: int = 3, run: str = "run") -> None:
     for rank in range(ranks):
         start = 1000.0 + AHEAD_S[rank] + rank
         batch = BatchStatistics(False, iteration=1, started=start, ended=start + 0.9)
-        batch.tasks = [TaskSpan(Task(Direction.FORWARD, 0), start, start + 0.6)]
+        batch.tasks = [TaskSpan(Task(Kind.FORWARD, 0), start, start + 0.6)]
         if rank > 0:
             batch.arrived = [MessageTime(HEADER, start - 0.1)]
         if rank < 2:

@@ -96,7 +96,7 @@ class GlooTransport(Transport):
 
     @override
     def sent(self, direction: Direction) -> int:
-        return self._sent[direction]
+        return self._sent.get(direction, 0)
 
     @override
     def report_sent(self, on: bool) -> None:

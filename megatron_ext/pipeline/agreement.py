@@ -1,0 +1,306 @@
+"""One decision per group of ranks that share a task's collectives.
+
+The ranks of a tensor-, context- or expert-parallel group run every task together, but messages
+reach them at different times. Left alone they would start different tasks and mismatch their
+collectives. So a task may only be chosen from what has arrived on *all* of them, and all of them
+must choose the same. RRFP (section 4.2) lets every rank propose and retries when proposals
+differ; here the ranks share what they have, and no round is wasted.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_ext.pipeline.arbiter import Arbiter
+from megatron_ext.pipeline.task import Direction, Kind, Task
+from megatron_ext.pipeline.transport.base import Transport
+
+_SPIN_S = 30e-6
+_POLL_S = 100e-6
+_RING = 4096
+
+
+class Agreement(Protocol):
+    """How the ranks of one group come to choose the same tasks."""
+
+    def start(self, arbiter: Arbiter) -> None:
+        """Begin a batch."""
+
+    def arrived(self, arbiter: Arbiter, task: Task) -> None:
+        """Note that the input of `task` is on this rank."""
+
+    def released(self, arbiter: Arbiter, count: int) -> None:
+        """Note that `count` more outputs of a forward-only batch left this rank."""
+
+    def choose(self, arbiter: Arbiter) -> Task | None:
+        """The group's next task, or None if there is none yet."""
+
+    def wait(self, links: Transport, seconds: float) -> bool:
+        """Sleep until there may be a next task; False if nothing happened in that time."""
+
+
+class Alone(Agreement):
+    """A rank that shares its tasks with nobody."""
+
+    def start(self, arbiter: Arbiter) -> None:  # noqa: D102
+        pass
+
+    def arrived(self, arbiter: Arbiter, task: Task) -> None:  # noqa: D102
+        arbiter.arrived(Direction(task.kind), task.microbatch, task.chunk)
+
+    def released(self, arbiter: Arbiter, count: int) -> None:  # noqa: D102
+        arbiter.released(count)
+
+    def choose(self, arbiter: Arbiter) -> Task | None:  # noqa: D102
+        return arbiter.choose()
+
+    def wait(self, links: Transport, seconds: float) -> bool:  # noqa: D102
+        return links.wait(seconds)
+
+
+class Progress:
+    """What has arrived on a rank in this batch, as counts that only grow.
+
+    Tasks run in microbatch order on each chunk, so all that matters of the arrivals of a chunk
+    and direction is how many there are without a gap.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self.counts = [0] * (2 * chunks + 1)  # forwards, backwards, outputs that have left
+        self._early: set[Task] = set()
+
+    def add(self, task: Task) -> None:
+        """Count the input of `task`, once the inputs before it are here too."""
+        self._early.add(task)
+        slot = task.kind * self.chunks + task.chunk
+        while (following := Task(task.kind, self.counts[slot], task.chunk)) in self._early:
+            self._early.remove(following)
+            self.counts[slot] += 1
+
+    def advance(self, arbiter: Arbiter, counts: list[int]) -> None:
+        """Bring `arbiter` from these counts to `counts`, which every rank has reached."""
+        for slot, (before, after) in enumerate(zip(self.counts, counts, strict=True)):
+            if slot == 2 * self.chunks:
+                arbiter.released(after - before)
+                continue
+            direction = Direction(slot // self.chunks)
+            for microbatch in range(before, after):
+                arbiter.arrived(direction, microbatch, slot % self.chunks)
+        self.counts = list(counts)
+
+
+class SharedMemoryAgreement(Agreement):
+    """Ranks on one node: each publishes its counts, the first decides from their minima.
+
+    Counts and decisions are single 8-byte words in a shared page, so nothing is ever seen half
+    written and no call into the kernel is needed. The first rank waits for no one: it reads what
+    the others had published by then.
+
+    Args:
+        words: Zeroed shared words, the same memory on every rank.
+        rank: This rank's number in the group.
+        size: Number of ranks.
+    """
+
+    def __init__(self, words: np.ndarray[Any, Any], rank: int, size: int) -> None:
+        self._ring = words[:_RING]
+        self._taken = words[_RING : _RING + size]
+        self._counts = words[_RING + size :].reshape(size, -1)
+        self._rank, self._size = rank, size
+        self._decisions = 0
+        self._base = [0] * self._counts.shape[1]
+        chunks = (self._counts.shape[1] - 1) // 2
+        self._mine, self._common = Progress(chunks), Progress(chunks)
+
+    @staticmethod
+    def words_needed(size: int, chunks: int) -> int:
+        """Number of shared words for `size` ranks."""
+        return _RING + size + size * (2 * chunks + 1)
+
+    def start(self, arbiter: Arbiter) -> None:  # noqa: D102
+        # Counts in memory run on over batches, so that no rank has to reset another's.
+        self._base = [
+            base + count for base, count in zip(self._base, self._mine.counts, strict=True)
+        ]
+        self._mine = Progress(arbiter.place.chunks)
+        self._common = Progress(arbiter.place.chunks)
+
+    def arrived(self, arbiter: Arbiter, task: Task) -> None:  # noqa: D102
+        if self._rank:
+            arbiter.arrived(Direction(task.kind), task.microbatch, task.chunk)
+        self._mine.add(task)
+        self._publish()
+
+    def released(self, arbiter: Arbiter, count: int) -> None:  # noqa: D102
+        if count:
+            self._mine.counts[-1] += count
+            if self._rank:
+                arbiter.released(count)
+            self._publish()
+
+    def choose(self, arbiter: Arbiter) -> Task | None:  # noqa: D102
+        return self._read() if self._rank else self._decide(arbiter)
+
+    def wait(self, links: Transport, seconds: float) -> bool:  # noqa: D102
+        before = self._counts.copy() if self._rank == 0 else None
+        deadline = time.monotonic() + seconds
+        spin_until = time.perf_counter() + _SPIN_S
+        while True:
+            if before is None:
+                if self._has_decision():
+                    return True
+            elif (self._counts != before).any():
+                return True
+            if time.perf_counter() < spin_until:
+                os.sched_yield()
+            elif links.wait(_POLL_S):
+                return True
+            elif time.monotonic() > deadline:
+                return False
+
+    def _publish(self) -> None:
+        row = self._counts[self._rank]
+        for slot, count in enumerate(self._mine.counts):
+            row[slot] = self._base[slot] + count
+
+    def _decide(self, arbiter: Arbiter) -> Task | None:
+        if self._decisions - int(self._taken[1:].min()) >= _RING:
+            return None  # a rank has not read the oldest decision in the ring yet
+        lowest = self._counts.min(axis=0).tolist()
+        common = [count - base for count, base in zip(lowest, self._base, strict=True)]
+        if common != self._common.counts:
+            self._common.advance(arbiter, common)
+        task = arbiter.choose()
+        if task is not None:
+            self._ring[self._decisions % _RING] = _encode(self._decisions + 1, task)
+            self._decisions += 1
+        return task
+
+    def _has_decision(self) -> bool:
+        number = int(self._ring[self._decisions % _RING]) >> 32
+        return (number & 0xFFFFFFFF) == (self._decisions + 1) & 0xFFFFFFFF
+
+    def _read(self) -> Task | None:
+        if not self._has_decision():
+            return None
+        task = _decode(int(self._ring[self._decisions % _RING]))
+        self._decisions += 1
+        self._taken[self._rank] = self._decisions
+        return task
+
+
+class CollectiveAgreement(Agreement):
+    """Ranks on several nodes: every decision is a small all-gather on the CPU.
+
+    Args:
+        group: A gloo group of these ranks, used by nothing else.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def start(self, arbiter: Arbiter) -> None:  # noqa: D102
+        self._mine = Progress(arbiter.place.chunks)
+        self._common = Progress(arbiter.place.chunks)
+
+    def arrived(self, arbiter: Arbiter, task: Task) -> None:  # noqa: D102
+        self._mine.add(task)
+
+    def released(self, arbiter: Arbiter, count: int) -> None:  # noqa: D102
+        self._mine.counts[-1] += count
+
+    def choose(self, arbiter: Arbiter) -> Task | None:  # noqa: D102
+        counts = torch.tensor(self._mine.counts)
+        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self._group)
+        self._common.advance(arbiter, counts.tolist())
+        return arbiter.choose()
+
+    def wait(self, links: Transport, seconds: float) -> bool:  # noqa: D102
+        # Whatever arrives on another rank must find this one in the next round.
+        links.wait(_POLL_S)
+        return True
+
+
+def agree(groups: Any, chunks: int, timeout_s: float) -> Agreement:
+    """The agreement for this rank; every rank must call this at the same time.
+
+    Args:
+        groups: Megatron's process groups.
+        chunks: Model chunks per stage.
+        timeout_s: Time limit of the collectives that set it up.
+    """
+    ranks = _ranks_sharing_collectives(groups)
+    if len(ranks) == 1:
+        return Alone()
+    from megatron_ext.pipeline.transport.gloo import make_group
+
+    group = make_group(ranks, timeout_s)
+    hosts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(hosts, _host(), group=group)
+    if len(set(hosts)) > 1:
+        return CollectiveAgreement(group)
+    count = SharedMemoryAgreement.words_needed(len(ranks), chunks)
+    words = _shared_words(count, group, group.rank())
+    return SharedMemoryAgreement(words, group.rank(), len(ranks))
+
+
+def _ranks_sharing_collectives(groups: Any) -> list[int]:
+    """All ranks that this one meets in a task's collectives, directly or through others."""
+    mine: set[int] = {dist.get_rank()}
+    for name in ("tp", "cp", "ep", "expt_tp"):
+        group = getattr(groups, name, None)
+        if group is not None:
+            mine |= set(dist.get_process_group_ranks(group))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted(mine))
+    connected = {dist.get_rank()}
+    while True:
+        more = {rank for other in everyone if connected & set(other) for rank in other}
+        if more <= connected:
+            return sorted(connected)
+        connected |= more
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    shared = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {shared}"
+
+
+def _shared_words(count: int, group: dist.ProcessGroup, rank: int) -> np.ndarray[Any, Any]:
+    """Zeroed 8-byte words that all ranks of `group` map; gone when the last of them ends."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    names: list[Any] = [None] * group.size()
+    if rank == 0:
+        handle, name = tempfile.mkstemp(prefix="rrfp-agreement-", dir=folder)
+        os.ftruncate(handle, 8 * count)
+    dist.all_gather_object(names, name if rank == 0 else None, group=group)
+    if rank:
+        handle = os.open(names[0], os.O_RDWR)
+    memory = mmap.mmap(handle, 8 * count)
+    os.close(handle)
+    dist.barrier(group=group)
+    if rank == 0:
+        os.unlink(name)
+    return np.frombuffer(memory, dtype=np.int64)
+
+
+def _encode(number: int, task: Task) -> int:
+    """A decision as one word: its number, kind, chunk and microbatch."""
+    word = (number & 0xFFFFFFFF) << 32 | task.kind << 30 | task.chunk << 22 | task.microbatch
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _decode(word: int) -> Task:
+    return Task(Kind(word >> 30 & 3), word & (1 << 22) - 1, word >> 22 & 0xFF)
