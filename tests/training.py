@@ -10,7 +10,7 @@ import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,20 @@ def train(
     flags: Sequence[str] | str,
     *,
     disturbance: Disturbance | None = None,
+    observe: Callable[[dict[str, Any]], None] | None = None,
     script: Path = REPOSITORY / "scripts" / "pretrain_gpt.py",
     timeout_s: float = 120.0,
 ) -> tuple[list[Rank], list[dict[str, Any]]]:
     """Train through ``python -m megatron_ext --cpu``'s own entry point.
+
+    Args:
+        corpus: Prefix of the data.
+        processes: Number of ranks.
+        flags: Megatron's and ours, behind `BASE_FLAGS`.
+        disturbance: What goes wrong.
+        observe: Called in every rank before anything else, with its record, to add to it.
+        script: The user's script.
+        timeout_s: Time limit for all.
 
     Returns:
         How each rank ended, and each rank's record (empty if it did not get to the end): the
@@ -76,6 +86,7 @@ def train(
             [str(script), *BASE_FLAGS, *data, *flags],
             folder,
             disturbance or Disturbance(),
+            observe,
             timeout_s=timeout_s,
         )
         records = []
@@ -93,7 +104,13 @@ def train_well(*args: Any, **named: Any) -> list[dict[str, Any]]:
     return records
 
 
-def _train_rank(number: int, argv: list[str], folder: str, disturbance: Disturbance) -> None:
+def _train_rank(
+    number: int,
+    argv: list[str],
+    folder: str,
+    disturbance: Disturbance,
+    observe: Callable[[dict[str, Any]], None] | None,
+) -> None:
     from megatron.training import training
 
     os.environ["MEGATRON_EXT_TEST_FOLDER"] = folder
@@ -101,6 +118,8 @@ def _train_rank(number: int, argv: list[str], folder: str, disturbance: Disturba
     from megatron_ext import __main__, hooks
 
     record: dict[str, Any] = {"steps": [], "task_orders": []}
+    if observe is not None:
+        observe(record)
     _record_steps(training, record)
     _disturb(number, disturbance)
     __main__.main(["--cpu", *argv])

@@ -133,7 +133,7 @@ class _Sender:
 
     def send(self, message: Message, produced: torch.cuda.Event | None) -> None:
         """Send a message and wait until it has been received."""
-        header, tensor = message
+        header, tensor, _ = message
         if produced is not None:
             produced.synchronize()
         slot = self._slot

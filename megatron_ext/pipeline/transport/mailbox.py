@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import time
 from collections import deque
 from collections.abc import Iterable
 from queue import Empty, SimpleQueue
@@ -54,7 +55,7 @@ class Mailbox(Transport, abc.ABC):
     # What a subclass calls from its threads; for each direction from one thread only.
 
     def _deliver(self, message: Message) -> None:
-        self._arrived.put(message)
+        self._arrived.put(message._replace(arrived=time.perf_counter()))
 
     def _taken_by_neighbour(self, direction: Direction) -> None:
         self._sent[direction] += 1

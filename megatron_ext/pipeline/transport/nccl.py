@@ -182,7 +182,7 @@ class _End:
 
     def send(self, message: Message, produced: torch.cuda.Event | None) -> None:
         """Send a message and wait until it has been received."""
-        header, tensor = message
+        header, tensor, _ = message
         if produced is not None:
             # Before the header: the neighbour's receive occupies its GPU from then on.
             self._wait_for(produced)

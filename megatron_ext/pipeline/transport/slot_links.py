@@ -205,7 +205,7 @@ class Outlet:
 
     def _cut(self, outgoing: _Outgoing) -> Iterator[_Flight]:
         """The pieces of a message, each copied into a slot when it is asked for."""
-        (header, tensor), produced = outgoing
+        (header, tensor, _), produced = outgoing
         packed = header.pack()
         sequence = self._sequence
         self._sequence = (sequence + 1) % (1 << 32)
