@@ -92,7 +92,7 @@ def check_any_order(stage: Stage) -> None:
         stage.links.consumed(direction)
     assert stage.links.take() is None
     # Only now: a later message must not have overwritten an earlier one.
-    for header, tensor in kept:
+    for header, tensor, _ in kept:
         sender = stage.sources[header.direction]
         expected = content(sender, header.direction, header.microbatch, header.chunk)
         assert same(tensor, expected), header
@@ -140,7 +140,7 @@ def check_bounded_buffers(stage: Stage) -> None:
         for _ in range(CAPACITY - 1):
             stage.links.consumed(FORWARD)
         arrived += stage.receive(count - CAPACITY)
-        for header, tensor in arrived:
+        for header, tensor, _ in arrived:
             assert same(tensor, made_up(1 << 20, header.microbatch))
     assert stage.links.flush(20)
     assert stage.links.sent(FORWARD) == before + count if stage.rank == 0 else True
@@ -321,7 +321,7 @@ def _run_ring(rank: int, kind: str) -> None:
         stage.links.expect(direction, 10)
         for microbatch in range(10):
             stage.send(direction, microbatch, made_up(100_000, rank, direction, microbatch))
-    for header, tensor in stage.receive(20):
+    for header, tensor, _ in stage.receive(20):
         assert same(tensor, made_up(100_000, 1 - rank, header.direction, header.microbatch))
     assert stage.links.flush(20)
     dist.barrier()
