@@ -303,7 +303,7 @@ def _pass_on(stage: Stage, tensors: list[torch.Tensor | None]) -> None:
     else:
         stage.links.expect(FORWARD, len(tensors))
         for _ in tensors:
-            ((header, tensor),) = stage.receive(1)
+            ((header, tensor, _),) = stage.receive(1)
             expected = tensors[header.microbatch]
             assert same(tensor, expected), (header, expected)
             if stage.rank < stage.depth - 1:
