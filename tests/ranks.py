@@ -56,6 +56,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank{number}" for number in range(count)]
         processes = []
+        started = time.monotonic()
         for number, output in enumerate(outputs):
             variables = {
                 "RANK": number,
@@ -64,6 +65,7 @@ def run_ranks(
                 "LOCAL_WORLD_SIZE": count,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
+                "MEGATRON_EXT_TEST_STARTED": started,
                 **(environment or {}),
             }
             # Not a daemon: Megatron starts a helper process to write checkpoints.
@@ -72,7 +74,6 @@ def run_ranks(
             )
             process.start()
             processes.append(process)
-        started = time.monotonic()
         ended: dict[int, float] = {}
         try:
             while len(ended) < count and time.monotonic() - started < timeout_s:
