@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import queue
 import random
 import shlex
 import signal
@@ -108,6 +109,7 @@ def train_well(*args: Any, **named: Any) -> list[dict[str, Any]]:
 
 
 def _train_rank(number: int, argv: list[str], folder: str, disturbance: Disturbance) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
     os.environ["MEGATRON_EXT_TEST_FOLDER"] = folder
@@ -115,6 +117,8 @@ def _train_rank(number: int, argv: list[str], folder: str, disturbance: Disturba
     from megatron_ext import __main__, hooks
 
     record: dict[str, Any] = {"steps": [], "task_orders": []}
+    # Megatron's own is kept by a helper process that first imports everything again.
+    filesystem_async._results_queue = queue.Queue()
     _record_steps(training, record)
     _disturb(number, disturbance)
     __main__.main(["--cpu", *argv])
