@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.hints import HINTS, find_hint
+from megatron_ext.pipeline.jitter import JitterConfig
 from megatron_ext.pipeline.live_limit import parse_live_limit
+from megatron_ext.pipeline.trace_window import TraceWindow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,8 @@ class RrfpConfig:
     """How messages travel."""
     timeout_s: float = 600.0
     """Seconds without any progress after which the run is ended."""
+    trace: TraceWindow | None = None
+    """Where to write traces, and of which iterations."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -56,9 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--rrfp-transport",
-        choices=["auto", "gloo"],
+        choices=["auto", "gloo", "nixl", "nccl"],
         default=RrfpConfig.transport,
-        help="How messages travel between stages. (default: %(default)s)",
+        help="How messages travel between stages. auto: on a GPU nixl where it is installed and "
+        "nccl where not, on CPU gloo. (default: %(default)s)",
     )
     group.add_argument(
         "--rrfp-timeout",
@@ -66,6 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=RrfpConfig.timeout_s,
         help="End the run after this long without any progress. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--rrfp-trace",
+        metavar="DIR[:FIRST-LAST]",
+        help="Write a Chrome trace per rank into DIR, of all iterations or of FIRST to LAST; join "
+        "and look at them with: megatron-ext report DIR --trace FILE",
+    )
+    group.add_argument(
+        "--rrfp-jitter",
+        metavar="P,BASE_MS,ALPHA[,SEED]",
+        help="Delay forwards and backwards at random, for experiments, with either schedule: with "
+        "probability P by ALPHA * max(BASE_MS, average time of such a task) * (0.5 to 1.5). The "
+        "same tasks are delayed whatever the schedule; the results do not change.",
     )
     group = parser.add_argument_group("megatron_ext: general")
     group.add_argument(
@@ -106,6 +124,11 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
         UsageError: The settings cannot work with each other or with Megatron's.
     """
     if args.pipeline_schedule == "megatron":
+        if args.rrfp_trace:
+            raise UsageError(
+                "--rrfp-trace traces the readiness-driven pipeline only: "
+                "add --pipeline-schedule rrfp, or leave it out"
+            )
         return None
     depth = args.pipeline_model_parallel_size
     if depth < 2:
@@ -123,25 +146,58 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
         raise UsageError(f"--rrfp-live-limit: {error}") from None
     if not args.rrfp_timeout > 0:
         raise UsageError(f"--rrfp-timeout {args.rrfp_timeout} is not a positive time")
-    for name, flag, unsupported in _UNSUPPORTED:
-        value = getattr(args, name, None)
-        if unsupported(value):
-            raise UsageError(
-                f"--pipeline-schedule rrfp does not support {flag} yet (it is {value}); "
-                "leave it out, or use --pipeline-schedule megatron"
-            )
+    _refuse(
+        args,
+        "--pipeline-schedule rrfp",
+        _UNSUPPORTED,
+        "leave it out, or use --pipeline-schedule megatron",
+    )
     return RrfpConfig(
         hint=args.rrfp_hint,
         live_limit=args.rrfp_live_limit,
         transport=args.rrfp_transport,
         timeout_s=args.rrfp_timeout,
+        trace=_parsed("--rrfp-trace", args.rrfp_trace, TraceWindow.parse),
     )
+
+
+def jitter_config(args: argparse.Namespace) -> JitterConfig | None:
+    """The delays to inject, with either schedule, or None.
+
+    Raises:
+        UsageError: The flag is malformed, or another flag leaves nothing to delay.
+    """
+    config = _parsed("--rrfp-jitter", args.rrfp_jitter, JitterConfig.parse)
+    if config is not None:
+        _refuse(args, "--rrfp-jitter", _WITHOUT_STEPS, "leave one of the two out")
+    return config
 
 
 def describe(config: RrfpConfig) -> str:
     """The settings in one line for the log."""
     config = replace(config, live_limit=config.live_limit or find_hint(config.hint).live_limit)
-    return ", ".join(f"{field.name} {getattr(config, field.name)}" for field in fields(config))
+    values = ((field.name, getattr(config, field.name)) for field in fields(config))
+    return ", ".join(f"{name} {value}" for name, value in values if value is not None)
+
+
+def _parsed[T](flag: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+    """What a flag was given, parsed; None where it was not."""
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def _refuse(
+    args: argparse.Namespace, ours: str, unsupported: Sequence[_Unsupported], advice: str
+) -> None:
+    """Raise if a flag of Megatron is set that one of ours cannot work with."""
+    for name, flag, is_unsupported in unsupported:
+        value = getattr(args, name, None)
+        if is_unsupported(value):
+            raise UsageError(f"{ours} does not support {flag} yet (it is {value}); {advice}")
 
 
 def _more_than_one(value: Any) -> bool:
@@ -157,7 +213,15 @@ def _names_an_implementation(value: Any) -> bool:
 
 
 # (Megatron's attribute, its flag, whether a value of it is unsupported)
-_UNSUPPORTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+type _Unsupported = tuple[str, str, Callable[[Any], bool]]
+
+# Where Megatron does not compute through its forward and backward steps.
+_WITHOUT_STEPS: tuple[_Unsupported, ...] = (
+    ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", bool),
+    ("hybrid_context_parallel", "--hybrid-context-parallel", bool),
+    ("cuda_graph_impl", "--cuda-graph-impl", _names_an_implementation),
+)
+_UNSUPPORTED: tuple[_Unsupported, ...] = (
     ("gtp_weight_remat_size", "--generalized-tensor-parallel-remat-size", _more_than_one),
     ("hybrid_context_parallel", "--hybrid-context-parallel", bool),
     ("mtp_num_layers", "--mtp-num-layers", _given),

@@ -45,6 +45,8 @@ HOOK_GROUPS = {
     "CPU_HOOKS": CPU,
     "RRFP_HOOKS": RRFP,
     "WEIGHT_GRADIENT_HOOKS": "--rrfp-hint bfw",
+    "METRICS_HOOKS": "--tensorboard-dir, --wandb-project",
+    "JITTER_HOOKS": "--rrfp-jitter",
 }
 """What installs each table of `hooks.py`."""
 

@@ -15,6 +15,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -28,8 +29,16 @@ from packaging.version import InvalidVersion, Version
 from megatron_ext import arguments, cpu
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.hints import find_hint
+from megatron_ext.pipeline.jitter import (
+    DeviceStopwatch,
+    HostStopwatch,
+    Jitter,
+    jittered_backward_step,
+    jittered_forward_step,
+)
 
 if TYPE_CHECKING:
+    from megatron_ext.pipeline.metrics import Metrics
     from megatron_ext.pipeline.stage import StageExecutor
 
 SUPPORTED_MEGATRON = ">=0.17,<0.21"
@@ -56,6 +65,8 @@ class Hook:
 
 
 _executor: StageExecutor | None = None
+_metrics: Metrics | None = None
+_jitter: Jitter | None = None
 
 _installed: dict[Hook, tuple[Function, Function]] = {}
 """Original and replacement of every hook in place."""
@@ -193,6 +204,7 @@ def _set_global_variables(original: Function) -> Function:
     def set_global_variables(args: Any, *rest: Any, **named: Any) -> Any:
         # Every way into Megatron comes by here, once, with arguments parsed and validated.
         rrfp = arguments.rrfp_config(args)
+        jitter = arguments.jitter_config(args)
         uninstall(ARGUMENT_HOOKS)
         if rrfp is not None:
             if args.rank == 0:
@@ -200,6 +212,12 @@ def _set_global_variables(original: Function) -> Function:
             install(RRFP_HOOKS)
             if find_hint(rrfp.hint).splits_weight:
                 install(WEIGHT_GRADIENT_HOOKS)
+            if args.tensorboard_dir or args.wandb_project:
+                install(METRICS_HOOKS)
+        if jitter is not None:
+            if args.rank == 0:
+                print(f"megatron_ext: forwards and backwards are delayed: --rrfp-jitter {jitter}")
+            install(JITTER_HOOKS)
         return original(args, *rest, **named)
 
     return set_global_variables
@@ -238,7 +256,89 @@ def _make_executor() -> StageExecutor:
     seed = args.seed
     if args.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()
-    return StageExecutor(config, seed=seed, iteration=lambda: int(args.curr_iteration))
+    return StageExecutor(
+        config,
+        seed=seed,
+        iteration=lambda: int(args.curr_iteration),
+        jitter=_jitter_of_this_stage if args.rrfp_jitter else lambda: None,
+    )
+
+
+def _training_log(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def training_log(*args: Any, **named: Any) -> Any:
+        result = original(*args, **named)
+        _log_metrics(int(signature.bind(*args, **named).arguments["iteration"]))
+        return result
+
+    return training_log
+
+
+def _log_metrics(iteration: int) -> None:
+    """Count the batch that has just run; at the end of a log interval, log what it cost."""
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    from megatron_ext.pipeline.metrics import Metrics
+
+    global _metrics
+    if _executor is None or _executor.statistics is None:
+        return
+    if _metrics is None:
+        _metrics = Metrics(_executor.pipeline, timeout_s=_executor.config.timeout_s)
+    _metrics.add(_executor.statistics)
+    if iteration % get_args().log_interval:
+        return
+    figures = _metrics.gather()
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard is not None:
+        for name, value in figures.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb is not None and figures:
+        wandb.log(figures, iteration)
+
+
+def jitter_hooks(jitter: Callable[[], Jitter | None]) -> tuple[Hook, ...]:
+    """Hooks that delay Megatron's forward and backward steps.
+
+    Args:
+        jitter: Gives the delays of this stage, at every step; None for none.
+    """
+    module = "megatron.core.pipeline_parallel.schedules"
+    return (
+        Hook(
+            module,
+            "forward_step",
+            lambda original: jittered_forward_step(original, jitter),
+            "delay forwards",
+        ),
+        Hook(
+            module,
+            "backward_step",
+            lambda original: jittered_backward_step(original, jitter),
+            "delay backwards",
+        ),
+    )
+
+
+def _jitter_of_this_stage() -> Jitter:
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    global _jitter
+    if _jitter is None:
+        args = get_args()
+        config = arguments.jitter_config(args)
+        assert config is not None
+        _jitter = Jitter(
+            config,
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            replica=parallel_state.get_data_parallel_rank(),
+            iteration=lambda: int(getattr(args, "curr_iteration", 0)),
+            stopwatch=HostStopwatch() if cpu.enabled() else DeviceStopwatch(),
+        )
+    return _jitter
 
 
 def _initialize_megatron(original: Function) -> Function:
@@ -304,3 +404,12 @@ RRFP_HOOKS = (
         "run the stage executor instead of a fixed schedule",
     ),
 )
+METRICS_HOOKS = (
+    Hook(
+        "megatron.training.training",
+        "training_log",
+        _training_log,
+        "log what the pipeline costs beside Megatron's own figures",
+    ),
+)
+JITTER_HOOKS = jitter_hooks(_jitter_of_this_stage)

@@ -1,4 +1,4 @@
-"""Megatron's 1F1B against the readiness-driven pipeline, on real processes with emulated compute.
+r"""Megatron's 1F1B against the readiness-driven pipeline, on real processes with emulated compute.
 
 Every stage is a process. A task's compute is a sleep whose length is drawn from a lognormal law,
 the same for every policy; everything else is real: the autograd graph, Megatron's own 1F1B
@@ -6,12 +6,19 @@ function with its blocking communication, our executor with its threads, gloo un
 measures all policies, interleaved seed by seed, since machines are noisy and only ratios count.
 
     python scripts/bench_schedules.py --json out/bench_schedules.json
+
+With --jitter-levels it also injects the delays of RRFP's evaluation and shows how much each policy
+slows down. The paper's tasks take longer than this benchmark's default; tasks of its size:
+
+    python scripts/bench_schedules.py --jitter-levels --forward-ms 15 --backward-ms 30 \
+        --sigmas 0.3 --seeds 3
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
@@ -20,7 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +48,9 @@ from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from megatron_ext import hooks  # noqa: E402
 from megatron_ext.arguments import RrfpConfig  # noqa: E402
-from megatron_ext.pipeline import weight_grad  # noqa: E402
+from megatron_ext.pipeline import jitter, weight_grad  # noqa: E402
 from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
 
 SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
@@ -61,6 +69,12 @@ class Policy:
         return f"{self.hint} {self.live_limit}" if self.hint else "Megatron 1F1B"
 
 
+# Slowdowns in percent, from Table 6 of the RRFP paper: a larger model, on GPUs.
+PAPER_SLOWDOWNS = {
+    "paper: 1F1B": {"J1": 2.82, "J2": 11.27, "J3": 18.06},
+    "paper: RRFP (BF, 32)": {"J1": 1.81, "J2": 6.82, "J3": 11.36},
+}
+
 POLICIES = (
     Policy(None, "p"),
     Policy("1f1b", "p"),
@@ -76,6 +90,16 @@ POLICIES = (
     Policy("b-priority", "2p"),
     Policy("f-priority", "2p"),
 )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The conditions under which all policies run the same batch."""
+
+    level: str
+    """Name of the injected delays, a key of `jitter.LEVELS`."""
+    sigma: float
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -157,6 +181,29 @@ def _forward_step(_: Any, model: EmulatedStage) -> tuple[torch.Tensor, Callable[
     return model(), loss
 
 
+def settings(args: argparse.Namespace) -> list[Setting]:
+    """All conditions to measure, in order."""
+    return [
+        Setting(level, sigma, seed)
+        for sigma in args.sigmas
+        for seed in range(args.seeds)
+        for level in args.jitter_levels
+    ]
+
+
+def make_delays(setting: Setting, stage: int) -> jitter.Jitter | None:
+    """The injected delays of one stage, None where there are none."""
+    config = jitter.LEVELS[setting.level]
+    if not config.probability:
+        return None
+    return jitter.Jitter(
+        config,
+        stage=stage,
+        iteration=lambda: setting.seed,
+        stopwatch=jitter.HostStopwatch(),
+    )
+
+
 def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -172,11 +219,14 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
         deallocate_pipeline_outputs=True,
     )
     model = EmulatedStage(config)
+    delays: jitter.Jitter | None = None
+    hooks.install(hooks.jitter_hooks(lambda: delays))
     executors = {
         policy: StageExecutor(
             RrfpConfig(hint=policy.hint, live_limit=policy.live_limit, timeout_s=120),
             seed=1,
             iteration=lambda: 0,
+            jitter=lambda: delays,
         )
         for policy in args.policies
         if policy.hint
@@ -215,19 +265,19 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
     warm_up = Durations(*(np.zeros((args.stages, 2 * args.stages)) for _ in range(2)))
     for policy in args.policies:
         run(policy, warm_up)
-    for sigma in args.sigmas:
-        for seed in range(args.seeds):
-            durations = Durations.draw(args, sigma, seed)
-            for policy in args.policies:
-                outcome = run(policy, durations)
-                if rank == 0:
-                    results.put((sigma, seed, policy, durations.floor, outcome))
+    for setting in settings(args):
+        durations = Durations.draw(args, setting.sigma, setting.seed)
+        for policy in args.policies:
+            delays = make_delays(setting, rank)  # afresh: it learns how long tasks take
+            outcome = run(policy, durations)
+            if rank == 0:
+                results.put((setting, policy, durations.floor, outcome))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
-    """Run all processes; one record per (sigma, policy), medians over the seeds."""
+    """Run all processes; one record per (level, sigma, policy), medians over the seeds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -236,9 +286,9 @@ def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
     processes = mp.spawn(
         _rank_main, (args, port, results), nprocs=args.stages, join=False, start_method="spawn"
     )
-    total = len(args.sigmas) * args.seeds * len(args.policies)
+    total = len(settings(args)) * len(args.policies)
     bar = progress.add_task("emulated batches", total=total)
-    runs: list[tuple[float, int, Policy, float, dict[str, Any]]] = []
+    runs: list[tuple[Setting, Policy, float, dict[str, Any]]] = []
     while len(runs) < total:
         if results.empty():
             processes.join(timeout=0.2)  # raises if a process failed
@@ -247,29 +297,39 @@ def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
         progress.advance(bar)
     while not processes.join(timeout=10):
         pass
-    makespans = {(sigma, seed, policy): o["makespan_s"] for sigma, seed, policy, _, o in runs}
+    makespans = {(setting, policy): o["makespan_s"] for setting, policy, _, o in runs}
     reference = args.policies[0]
     records = []
-    for sigma in args.sigmas:
+    for level, sigma in itertools.product(args.jitter_levels, args.sigmas):
         for policy in args.policies:
-            mine = [run for run in runs if run[0] == sigma and run[2] == policy]
+            mine = [
+                (setting, floor, outcome)
+                for setting, other, floor, outcome in runs
+                if (setting.level, setting.sigma, other) == (level, sigma, policy)
+            ]
             outcomes = [outcome for *_, outcome in mine]
             speedups = [
-                makespans[sigma, seed, reference] / outcome["makespan_s"]
-                for _, seed, _, _, outcome in mine
+                makespans[setting, reference] / outcome["makespan_s"]
+                for setting, _, outcome in mine
+            ]
+            slowdowns = [
+                outcome["makespan_s"] / makespans[replace(setting, level="J0"), policy] - 1
+                for setting, _, outcome in mine
             ]
             dispatch = [o["dispatch_us"] for o in outcomes if o["dispatch_us"] is not None]
             record: dict[str, Any] = {
                 "hint": policy.hint or "megatron-1f1b",
                 "live_limit": policy.live_limit,
                 "sigma": sigma,
+                "jitter": level,
                 "peak_live": max(outcome["peak_live"] for outcome in outcomes),
                 "dispatch_us": statistics.median(dispatch) if dispatch else None,
-                "floor_s": statistics.median(floor for *_, floor, _ in mine),
+                "floor_s": statistics.median(floor for _, floor, _ in mine),
             }
             spreads = {
                 "speedup": speedups,
-                "floor_ratio": [floor / outcome["makespan_s"] for *_, floor, outcome in mine],
+                "slowdown": slowdowns,
+                "floor_ratio": [floor / outcome["makespan_s"] for _, floor, outcome in mine],
                 "makespan_s": [outcome["makespan_s"] for outcome in outcomes],
             }
             for name, values in spreads.items():
@@ -280,7 +340,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
 
 
 def show(records: list[dict[str, Any]], console: Console) -> None:
-    """Print one table per sigma."""
+    """Print one table per sigma, and one of the slowdowns where delays were injected."""
     for sigma in sorted({record["sigma"] for record in records}):
         table = Table(title=f"lognormal sigma {sigma:g}; median (min to max) over the seeds")
         for column in (
@@ -293,7 +353,7 @@ def show(records: list[dict[str, Any]], console: Console) -> None:
         ):
             table.add_column(column, justify="left" if column == "policy" else "right")
         for record in records:
-            if record["sigma"] != sigma:
+            if (record["sigma"], record["jitter"]) != (sigma, "J0"):
                 continue
             dispatch = record["dispatch_us"]
             table.add_row(
@@ -305,6 +365,31 @@ def show(records: list[dict[str, Any]], console: Console) -> None:
                 "-" if dispatch is None else f"{dispatch:.1f}",
             )
         console.print(table)
+        _show_slowdowns([record for record in records if record["sigma"] == sigma], console)
+
+
+def _show_slowdowns(records: list[dict[str, Any]], console: Console) -> None:
+    """Print how much the injected delays slow each policy down, beside the paper's figures."""
+    levels = [level for level in jitter.LEVELS if any(r["jitter"] == level for r in records)]
+    if levels == ["J0"]:
+        return
+    table = Table(
+        title=f"slowdown under jitter, sigma {records[0]['sigma']:g}; median (min to max)"
+    )
+    table.add_column("policy")
+    for level in levels[1:]:
+        table.add_column(level, justify="right")
+    cells: dict[str, dict[str, str]] = {}
+    for record in records:
+        policy = f"{record['hint']} {record['live_limit']}"
+        cells.setdefault(policy, {})[record["jitter"]] = (
+            "{slowdown:.1%} ({slowdown_min:.1%} to {slowdown_max:.1%})".format(**record)
+        )
+    for policy, slowdowns in PAPER_SLOWDOWNS.items():
+        cells[policy] = {level: f"{percent:.1f}%" for level, percent in slowdowns.items()}
+    for policy, row in cells.items():
+        table.add_row(policy, *(row[level] for level in levels[1:]))
+    console.print(table)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -316,6 +401,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backward-ms", type=float, default=8.0)
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.3])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument(
+        "--jitter-levels",
+        nargs="*",
+        metavar="LEVEL",
+        choices=list(jitter.LEVELS),
+        help="also run with the injected delays J1, J2 and J3 of the paper, or those named here",
+    )
     parser.add_argument("--json", type=Path, help="write the records to this file")
     args = parser.parse_args(argv)
     if min(args.stages - 1, args.microbatches, args.seeds) < 1:
@@ -323,6 +415,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if any(not math.isfinite(sigma) or sigma < 0 for sigma in args.sigmas):
         parser.error("--sigmas are finite and not negative")
     args.policies = POLICIES
+    if args.jitter_levels is None:
+        args.jitter_levels = ["J0"]
+    else:  # J0 is what the others are compared with
+        args.jitter_levels = sorted({"J0", *(args.jitter_levels or jitter.LEVELS)})
     return args
 
 

@@ -72,10 +72,20 @@ def train(
     flags: Sequence[str] | str,
     *,
     disturbance: Disturbance | None = None,
+    observe: Callable[[dict[str, Any]], None] | None = None,
     script: Path = REPOSITORY / "scripts" / "pretrain_gpt.py",
     timeout_s: float = 120.0,
 ) -> tuple[list[Rank], list[dict[str, Any]]]:
     """Train through ``python -m megatron_ext --cpu``'s own entry point.
+
+    Args:
+        corpus: Prefix of the data.
+        processes: Number of ranks.
+        flags: Megatron's and ours, behind `BASE_FLAGS`.
+        disturbance: What goes wrong.
+        observe: Called in every rank before anything else, with its record, to add to it.
+        script: The user's script.
+        timeout_s: Time limit for all.
 
     Returns:
         How each rank ended, and each rank's record (empty if it did not get to the end): the
@@ -91,6 +101,7 @@ def train(
             [str(script), *BASE_FLAGS, *data, *flags],
             folder,
             disturbance or Disturbance(),
+            observe,
             timeout_s=timeout_s,
         )
         records = []
@@ -108,7 +119,13 @@ def train_well(*args: Any, **named: Any) -> list[dict[str, Any]]:
     return records
 
 
-def _train_rank(number: int, argv: list[str], folder: str, disturbance: Disturbance) -> None:
+def _train_rank(
+    number: int,
+    argv: list[str],
+    folder: str,
+    disturbance: Disturbance,
+    observe: Callable[[dict[str, Any]], None] | None,
+) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
@@ -119,6 +136,8 @@ def _train_rank(number: int, argv: list[str], folder: str, disturbance: Disturba
     record: dict[str, Any] = {"steps": [], "task_orders": []}
     # Megatron's own is kept by a helper process that first imports everything again.
     filesystem_async._results_queue = queue.Queue()
+    if observe is not None:
+        observe(record)
     _record_steps(training, record)
     _disturb(number, disturbance)
     __main__.main(["--cpu", *argv])

@@ -45,6 +45,11 @@ class ReadySet:
     """Forwards done less backwards done, over all chunks."""
 
     @property
+    def count(self) -> int:
+        """How many tasks there are to choose from."""
+        return len(self.forwards) + len(self.backwards) + (self.weight is not None)
+
+    @property
     def forward(self) -> Task | None:
         """The one whose microbatch's group entered first, and of these the smallest chunk's."""
         return self.forwards[0] if self.forwards else None

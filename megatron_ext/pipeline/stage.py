@@ -26,32 +26,21 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.arguments import RrfpConfig
 from megatron_ext.errors import PipelineError, UsageError
-from megatron_ext.pipeline.agreement import Agreement, AgreementError, agree
+from megatron_ext.pipeline.agreement import Agreement, AgreementError, Alone, agree
 from megatron_ext.pipeline.arbiter import Arbiter
+from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
+from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.pipeline.random_state import fork_random_state
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
-from megatron_ext.pipeline.transport.base import Message, Transport, TransportError, describe
-from megatron_ext.pipeline.transport.gloo import GlooTransport, make_group
+from megatron_ext.pipeline.trace import RankPlace, Trace
+from megatron_ext.pipeline.transport.base import Message, TransportError, describe
+from megatron_ext.pipeline.transport.choose import open_links
 from megatron_ext.pipeline.weight_grad import WeightGradients
 
 _NOTHING = contextlib.nullcontext()
 FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
-
-
-@dataclass
-class BatchStatistics:
-    """What one batch cost on this stage."""
-
-    forward_only: bool
-    peak_live: int = 0
-    """Most chunk activations held at once."""
-    waiting_s: float = 0.0
-    dispatch_s: list[float] = field(default_factory=list)
-    """Time of every decision that chose a task."""
-    order: list[Task] = field(default_factory=list)
-    """The tasks as they ran."""
 
 
 @dataclass
@@ -100,14 +89,24 @@ class StageExecutor:
         config: The pipeline's settings.
         seed: Seed of the random states of this stage's forwards.
         iteration: Gives the number of the training iteration under way.
+        jitter: Gives the delays to inject on this stage; None for none.
     """
 
-    def __init__(self, config: RrfpConfig, *, seed: int, iteration: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: RrfpConfig,
+        *,
+        seed: int,
+        iteration: Callable[[], int],
+        jitter: Callable[[], Jitter | None] = lambda: None,
+    ) -> None:
         self.config = config
         self.statistics: BatchStatistics | None = None
         self._hint = find_hint(config.hint)
         self._seed = seed
         self._iteration = iteration
+        self._jitter = jitter
+        self._trace: Trace | None = None
         self._batches = 0
         # What is under way, for errors.
         self._evaluating = False
@@ -172,33 +171,42 @@ class StageExecutor:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             arbiter=Arbiter(place, hint, forward_only=forward_only),
-            statistics=BatchStatistics(forward_only),
+            statistics=BatchStatistics(
+                forward_only, number=self._batches, iteration=self._iteration() + 1
+            ),
             total_num_tokens=torch.zeros([], dtype=torch.int, device=self._device),
             sent=self._sent(),
         )
         self._batches += 1
         self._evaluating = forward_only
         self._expect(batch)
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(
-                barrier=config.barrier_with_L1_time
-            )
-        with contextlib.ExitStack() as stack:
-            for sync in syncs:
-                stack.enter_context(sync)
-            self._run_tasks(batch)
-            if not forward_only:
-                self._start_remaining_reductions(batch)
-        if config.finalize_model_grads_func is not None and not forward_only:
-            self._finalize(batch, force_all_reduce)
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        batch.statistics.peak_live = batch.arbiter.peak_live
-        self.statistics = batch.statistics
+        statistics = batch.statistics
+        with self._traced(statistics):
+            if config.timers is not None:
+                config.timers("forward-backward", log_level=1).start(
+                    barrier=config.barrier_with_L1_time
+                )
+            with contextlib.ExitStack() as stack:
+                for sync in syncs:
+                    stack.enter_context(sync)
+                self._run_tasks(batch)
+                if not forward_only:
+                    self._start_remaining_reductions(batch)
+            if config.finalize_model_grads_func is not None and not forward_only:
+                with statistics.timed(statistics.reductions):
+                    self._finalize(batch, force_all_reduce)
+            if config.timers is not None:
+                config.timers("forward-backward").stop()
+        self.statistics = statistics
         self._evaluating = False
         return batch.losses
 
     # Setting up.
+
+    @property
+    def pipeline(self) -> list[int]:
+        """The ranks of this pipeline, stage by stage; known from the first batch on."""
+        return self._ranks
 
     @property
     def connected(self) -> bool:
@@ -213,12 +221,16 @@ class StageExecutor:
         self._ranks = ranks
         self._depth = len(ranks)
         self._stage = groups.pp.rank()
+        if self.config.trace is not None:
+            place = RankPlace(ranks[self._stage], dist.get_world_size(), self._stage, ranks)
+            self._trace = Trace(self.config.trace, place, timeout_s=self.config.timeout_s)
         self._live_limit = parse_live_limit(
             self.config.live_limit or self._hint.live_limit, self._depth
         )
         on_gpu = any(parameter.is_cuda for parameter in models[0].parameters())
         self._device = torch.device(torch.cuda.current_device() if on_gpu else "cpu")
         self._agreement: Agreement = agree(groups, len(models), self.config.timeout_s)
+        self._shares_tasks = not isinstance(self._agreement, Alone)
         # With chunks the stages form a ring: the last one's output goes on to the first one.
         before, after = self._stage - 1, self._stage + 1
         ring = len(models) > 1
@@ -228,13 +240,14 @@ class StageExecutor:
             sources[Direction.FORWARD] = destinations[Direction.BACKWARD] = before % self._depth
         if after < self._depth or ring:
             sources[Direction.BACKWARD] = destinations[Direction.FORWARD] = after % self._depth
-        self._links: Transport = GlooTransport(
-            # The executor watches the time and knows what it waits for; gloo only backs it up.
-            make_group(ranks, 2 * self.config.timeout_s + 10),
+        self._links = open_links(
+            self.config.transport,
+            ranks,
             sources=sources,
             destinations=destinations,
             capacity=self._live_limit * len(models),
             device=self._device,
+            timeout_s=self.config.timeout_s,
         )
 
     def _expect(self, batch: _Batch) -> None:
@@ -248,23 +261,38 @@ class StageExecutor:
 
     # One batch.
 
+    def _traced(self, statistics: BatchStatistics) -> contextlib.AbstractContextManager[None]:
+        return self._trace.batch(statistics) if self._trace else contextlib.nullcontext()
+
+    def _jittered(self, task: Task) -> contextlib.AbstractContextManager[None]:
+        """Forward and backward steps delay themselves by a hook; the time of others counts too."""
+        jitter = self._jitter()
+        delays_itself = task.kind in (FORWARD, BACKWARD)
+        return jitter.around(task) if jitter and not delays_itself else contextlib.nullcontext()
+
     def _run_tasks(self, batch: _Batch) -> None:
         arbiter, statistics = batch.arbiter, batch.statistics
         self._links.report_sent(batch.forward_only)
         self._agreement.start(arbiter)
+        statistics.started = time.perf_counter()
         try:
             while not arbiter.finished:
                 self._take_arrivals(batch)
                 started = time.perf_counter()
                 task = self._agreement.choose(arbiter)
+                decided = time.perf_counter()
+                if self._trace:
+                    statistics.loads.append(Load(decided, arbiter.ready.count, arbiter.live))
                 if task is None:
-                    self._wait(batch)
-                    statistics.waiting_s += time.perf_counter() - started
+                    with statistics.waiting():
+                        self._wait(batch)
                     continue
-                statistics.dispatch_s.append(time.perf_counter() - started)
-                statistics.order.append(task)
+                statistics.dispatch_s.append(decided - started)
+                if self._shares_tasks:
+                    statistics.agreement_s.append(decided - started)
                 self._running = task
-                self.run_task(task, batch)
+                with statistics.running(task), self._jittered(task):
+                    self.run_task(task, batch)
                 self._running = None
                 arbiter.completed(task)
             self._flush(batch)
@@ -276,6 +304,9 @@ class StageExecutor:
                 f"{self._awaited(batch)} ({_first_line(error)}); look for the first error of "
                 f"{self._companions()}"
             ) from error
+        finally:
+            statistics.ended = time.perf_counter()
+            statistics.peak_live = arbiter.peak_live
 
     def run_task(self, task: Task, batch: _Batch) -> None:
         """Run one task on its model chunk and hand its result to the neighbour."""
@@ -421,6 +452,7 @@ class StageExecutor:
         tensor = tensor.detach() if tensor is not None else None
         dtype, shape = describe(tensor)
         header = Header(batch.number, direction, task.microbatch, chunk, dtype, shape)
+        batch.statistics.sent.append(MessageTime(header, time.perf_counter()))
         self._links.send(Message(header, tensor))
 
     def _take_arrivals(self, batch: _Batch) -> None:
@@ -437,6 +469,9 @@ class StageExecutor:
                 self._agreement.arrived(batch.arbiter, task)
             except ValueError as error:
                 raise PipelineError(f"{self.where()}: {error}") from error
+            batch.statistics.arrived.append(
+                MessageTime(header, message.arrived or time.perf_counter())
+            )
             batch.arrived[task] = message.tensor
         if batch.forward_only:
             sent = self._sent()
@@ -454,7 +489,7 @@ class StageExecutor:
 
     def _flush(self, batch: _Batch) -> None:
         """Wait until the neighbours have taken what this stage sent."""
-        with self._telling_of_termination(lambda: self._takers(batch)):
+        with self._telling_of_termination(batch, self._takers):
             flushed = self._links.flush(self.config.timeout_s)
         if not flushed:
             raise PipelineError(
@@ -462,7 +497,7 @@ class StageExecutor:
             )
 
     def _wait(self, batch: _Batch) -> None:
-        with self._telling_of_termination(lambda: self._awaited(batch)):
+        with self._telling_of_termination(batch, self._awaited):
             happened = self._agreement.wait(self._links, self.config.timeout_s)
         if not happened:
             raise PipelineError(
@@ -472,7 +507,9 @@ class StageExecutor:
             )
 
     @contextlib.contextmanager
-    def _telling_of_termination(self, awaited: Callable[[], str]) -> Iterator[None]:
+    def _telling_of_termination(
+        self, batch: _Batch, awaited: Callable[[_Batch], str]
+    ) -> Iterator[None]:
         """On SIGTERM say what was awaited: launchers end the peers of a dead rank with it.
 
         Only while waiting here, and only if nobody else handles the signal: inside a collective
@@ -480,8 +517,10 @@ class StageExecutor:
         """
 
         def tell(number: int, _: object) -> None:
-            line = f"{self.where()}: ended by SIGTERM while waiting for {awaited()}"
+            line = f"{self.where()}: ended by SIGTERM while waiting for {awaited(batch)}"
             os.write(sys.stderr.fileno(), f"megatron_ext: error: {line}\n".encode())
+            if self._trace:
+                self._trace.write(batch.statistics, line)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -52,6 +52,8 @@ class Message(NamedTuple):
 
     header: Header
     tensor: torch.Tensor | None
+    arrived: float = 0.0
+    """Receiver's `time.perf_counter` when all of it was there; 0 on the way out."""
 
 
 class Transport(Protocol):

@@ -1,42 +1,35 @@
-"""Messages over gloo: a thread per link, headers and tensors in CPU memory.
+"""Messages over gloo: headers and tensors in CPU memory.
 
-A receiving thread posts a receive only for messages that are expected and have a free buffer, so
-memory is bounded and no receive is left behind at the end of a batch. A sending thread may wait
-for the neighbour; the compute thread never does. Tensors on a GPU go through host memory.
+A header and a small tensor travel as one gloo message, since gloo lets a message be shorter than
+the receive that is posted for it. A larger tensor follows as a second one. Its receive is posted
+together with that of the header, before anything is known of the tensor, with the size of the
+link's last large tensor, so that it need not wait for an answer to its header; what exceeds that
+size follows as a third message. Both ends see the same messages and so know the size.
 
-Threads hand over through `SimpleQueue`, which costs a fifth of what a `Condition` does.
+Tensors on a GPU go through host memory.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
-from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import override
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.pipeline.task import HEADER_BYTES, Direction, Header, HeaderError
-from megatron_ext.pipeline.transport.base import (
-    Layout,
-    Message,
-    Transport,
-    TransportError,
-    layout_of,
-)
+from megatron_ext.pipeline.transport.base import Layout, Message, layout_of
+from megatron_ext.pipeline.transport.link_threads import LinkThreads, Receive, Send
 
-# Up to this size a tensor travels in one piece with its header: gloo lets a message be shorter
-# than the receive that is posted for it.
+# Up to this size a tensor travels in one piece with its header.
 _INLINE_BYTES = 64 * 1024
 
-_TAGS = {Direction.FORWARD: 7001, Direction.BACKWARD: 7002}
+_HEADER_TAGS = {Direction.FORWARD: 7001, Direction.BACKWARD: 7002}
+_TENSOR_TAGS = {Direction.FORWARD: 7003, Direction.BACKWARD: 7004}
 
 
-class GlooTransport(Transport):
+class GlooTransport(LinkThreads):
     """The links of one stage over a gloo process group of the pipeline's ranks.
 
     Args:
@@ -56,166 +49,110 @@ class GlooTransport(Transport):
         capacity: int,
         device: torch.device,
     ) -> None:
+        super().__init__(sources=sources, destinations=destinations, capacity=capacity)
         self._group = group
         self._device = device
-        self._arrived: SimpleQueue[Message | TransportError | None] = SimpleQueue()
-        """Messages, broken links, and None where a message was sent and `report_sent` is on."""
-        self._taken: deque[Message] = deque()
-        # Per direction what the neighbour may still send, and how much of it has a buffer.
-        self._expected = dict.fromkeys(sources, 0)
-        self._room = dict.fromkeys(sources, capacity)
-        self._permits: dict[Direction, SimpleQueue[bool]]
-        self._permits = {direction: SimpleQueue() for direction in sources}
-        self._outgoing: dict[Direction, SimpleQueue[tuple[Message, torch.cuda.Event | None] | None]]
-        self._outgoing = {direction: SimpleQueue() for direction in destinations}
-        self._queued = dict.fromkeys(destinations, 0)
-        self._sent = dict.fromkeys(destinations, 0)
-        self._reports_sent = False
-        for direction, peer in sources.items():
-            self._start(self._receive_all, direction, peer, sending=False)
-        for direction, peer in destinations.items():
-            self._start(self._send_all, direction, peer, sending=True)
-
-    # The compute thread's side.
+        self._start()
 
     @override
-    def expect(self, direction: Direction, count: int) -> None:
-        self._expected[direction] += count
-        self._permit(direction)
+    def _receiver(self, direction: Direction, peer: int) -> Receive:
+        return _Receiver(self._group, direction, peer, self._device).receive
 
     @override
-    def send(self, message: Message) -> None:
-        tensor, event = message.tensor, None
-        if tensor is not None and tensor.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        direction = message.header.direction
-        self._queued[direction] += 1
-        self._outgoing[direction].put((message, event))
+    def _sender(self, direction: Direction, peer: int) -> Send:
+        return _Sender(self._group, direction, peer).send
 
-    @override
-    def sent(self, direction: Direction) -> int:
-        return self._sent.get(direction, 0)
 
-    @override
-    def report_sent(self, on: bool) -> None:
-        self._reports_sent = on
+class _Receiver:
+    """The receiving end of a link."""
 
-    @override
-    def take(self) -> Message | None:
-        while not self._arrived.empty():
-            self._accept(self._arrived.get())
-        return self._taken.popleft() if self._taken else None
-
-    @override
-    def consumed(self, direction: Direction) -> None:
-        self._room[direction] += 1
-        self._permit(direction)
-
-    @override
-    def wait(self, seconds: float) -> bool:
-        try:
-            self._accept(self._arrived.get(timeout=seconds))
-        except Empty:
-            return False
-        return True
-
-    @override
-    def flush(self, seconds: float) -> bool:
-        before = self._reports_sent
-        self._reports_sent = True  # from here on every completion wakes us
-        try:
-            while self._sent != self._queued:
-                if not self.wait(seconds):
-                    return False
-        finally:
-            self._reports_sent = before
-        return True
-
-    @override
-    def close(self) -> None:
-        for permits in self._permits.values():
-            permits.put(False)
-        for outgoing in self._outgoing.values():
-            outgoing.put(None)
-
-    def _permit(self, direction: Direction) -> None:
-        """Let the receiving thread post as many receives as are expected and have a buffer."""
-        count = min(self._expected[direction], self._room[direction])
-        self._expected[direction] -= count
-        self._room[direction] -= count
-        for _ in range(count):
-            self._permits[direction].put(True)
-
-    def _accept(self, item: Message | TransportError | None) -> None:
-        if isinstance(item, TransportError):
-            self._arrived.put(item)  # a broken link stays broken
-            raise item
-        if item is not None:
-            self._taken.append(item)
-
-    # The links' side: each method runs in a thread of its own.
-
-    def _start(
-        self,
-        work: Callable[[Direction, int], None],
-        direction: Direction,
-        peer: int,
-        *,
-        sending: bool,
+    def __init__(
+        self, group: dist.ProcessGroup, direction: Direction, peer: int, device: torch.device
     ) -> None:
-        def run() -> None:
-            try:
-                work(direction, peer)
-            except Exception as error:
-                reason = (str(error).strip() or repr(error)).splitlines()[0]
-                self._arrived.put(TransportError(reason, peer, direction, sending))
+        self._group = group
+        self._direction = direction
+        self._peer = peer
+        self._device = device
+        self._slot = _Slot()
+        self._ahead = 0
+        """Size of the link's last large tensor, and of the receive that is posted ahead."""
+        self._posted: tuple[torch.Tensor, dist.Work] | None = None
 
-        name = f"rrfp-{'send' if sending else 'receive'}-{direction.name.lower()}"
-        threading.Thread(target=run, name=name, daemon=True).start()
+    def receive(self) -> Message:
+        """Wait for the next message."""
+        work = self._group.recv([self._slot.memory], self._peer, _HEADER_TAGS[self._direction])
+        if self._ahead and not self._posted:
+            memory = torch.empty(self._ahead, dtype=torch.uint8)
+            self._posted = memory, self._receive_into(memory)
+        work.wait()
+        header = Header.unpack(self._slot.bytes)
+        if header.direction is not self._direction:
+            raise HeaderError(f"a {header.direction.payload} on the link of {self._direction.name}")
+        layout = layout_of(header)
+        if layout is None:
+            return Message(header, None)
+        if layout.nbytes <= _INLINE_BYTES:
+            tensor = self._slot.payload(layout).clone()
+        else:
+            tensor = self._receive_large(layout.nbytes).view(layout.dtype).view(layout.shape)
+        if self._device.type != "cpu":
+            tensor = tensor.to(self._device)
+        return Message(header, tensor)
 
-    def _receive_all(self, direction: Direction, peer: int) -> None:
-        tag, permits, slot = _TAGS[direction], self._permits[direction], _Slot()
-        while permits.get():
-            self._group.recv([slot.memory], peer, tag).wait()
-            header = Header.unpack(slot.bytes)
-            if header.direction is not direction:
-                raise HeaderError(f"a {header.direction.payload} on the link of {direction.name}")
-            layout = layout_of(header)
-            if layout is None:
-                tensor = None
-            elif layout.nbytes <= _INLINE_BYTES:
-                tensor = slot.payload(layout).clone()
-            else:
-                tensor = torch.empty(layout.shape, dtype=layout.dtype)
-                self._group.recv([_as_bytes(tensor)], peer, tag).wait()
-            if tensor is not None and self._device.type != "cpu":
-                tensor = tensor.to(self._device)
-            self._arrived.put(Message(header, tensor))
+    def _receive_large(self, nbytes: int) -> torch.Tensor:
+        """The bytes of a large tensor, in memory of their own."""
+        memory, first = self._posted or (torch.empty(0, dtype=torch.uint8), None)
+        self._posted, self._ahead = None, nbytes
+        size = len(memory)
+        if nbytes <= size and first:
+            first.wait()
+            # A tensor much smaller than its memory would waste it for as long as it lives.
+            return memory[:nbytes] if 4 * nbytes > 3 * size else memory[:nbytes].clone()
+        whole = torch.empty(nbytes, dtype=torch.uint8)
+        rest = self._receive_into(whole[size:])
+        if first:
+            first.wait()
+            whole[:size].copy_(memory)
+        rest.wait()
+        return whole
 
-    def _send_all(self, direction: Direction, peer: int) -> None:
-        tag, outgoing, slot = _TAGS[direction], self._outgoing[direction], _Slot()
-        while item := outgoing.get():
-            (header, tensor), event = item
-            if event is not None:
-                event.synchronize()
-            slot.bytes[:HEADER_BYTES] = header.pack()
-            layout = layout_of(header)
-            inline = layout.nbytes if layout and layout.nbytes <= _INLINE_BYTES else 0
-            if inline and layout and tensor is not None:
-                slot.payload(layout).copy_(tensor)
-            works = [self._group.send([slot.first(inline)], peer, tag)]
-            payload: torch.Tensor | None = None
-            if tensor is not None and layout and layout.nbytes > inline:
-                payload = _as_bytes(tensor.to("cpu").contiguous())
-                works.append(self._group.send([payload], peer, tag))
-            for work in works:
-                work.wait()
-            self._sent[direction] += 1
-            if self._reports_sent:
-                self._arrived.put(None)
-            item = tensor = payload = None  # free the tensor while this thread sleeps
-            works.clear()
+    def _receive_into(self, memory: torch.Tensor) -> dist.Work:
+        return self._group.recv([memory], self._peer, _TENSOR_TAGS[self._direction])
+
+
+class _Sender:
+    """The sending end of a link."""
+
+    def __init__(self, group: dist.ProcessGroup, direction: Direction, peer: int) -> None:
+        self._group = group
+        self._direction = direction
+        self._peer = peer
+        self._slot = _Slot()
+        self._ahead = 0
+        """Size of the link's last large tensor: the neighbour has posted a receive for it."""
+
+    def send(self, message: Message, produced: torch.cuda.Event | None) -> None:
+        """Send a message and wait until it has been received."""
+        header, tensor, _ = message
+        if produced is not None:
+            produced.synchronize()
+        slot = self._slot
+        slot.bytes[:HEADER_BYTES] = header.pack()
+        layout = layout_of(header)
+        inline = layout.nbytes if layout and layout.nbytes <= _INLINE_BYTES else 0
+        if inline and layout and tensor is not None:
+            slot.payload(layout).copy_(tensor)
+        works = [self._group.send([slot.first(inline)], self._peer, _HEADER_TAGS[self._direction])]
+        if tensor is not None and layout and layout.nbytes > inline:
+            data = _as_bytes(tensor.to("cpu").contiguous())
+            for piece in (data[: self._ahead], data[self._ahead :]):
+                if len(piece):
+                    works.append(
+                        self._group.send([piece], self._peer, _TENSOR_TAGS[self._direction])
+                    )
+            self._ahead = layout.nbytes
+        for work in works:
+            work.wait()
 
 
 class _Slot:

@@ -62,7 +62,7 @@ def _exchange(rank: int) -> None:
     for microbatch, tensor in enumerate(tensors()):
         transport.send(message(mine, microbatch, tensor))
     for microbatch, tensor in enumerate(tensors()):
-        header, received = receive(transport)
+        header, received, _ = receive(transport)
         transport.consumed(theirs)
         assert (header.direction, header.microbatch) == (theirs, microbatch)
         if tensor is None:

@@ -1,0 +1,1 @@
+"""What `megatron-ext report` makes of the traces of a run."""
