@@ -7,6 +7,7 @@ first on the import path, so the Megatron beside it is the one that is used.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import runpy
 import sys
@@ -34,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         _end(str(error), 2)
     except PipelineError as error:
         _end(str(error), 1)
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # what PyTorch raises for a failed checkpoint is no Exception
         from megatron_ext import hooks
 
         traceback.print_exc()
@@ -91,12 +94,15 @@ def _script(name: str) -> Path:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """Say why in one line and end the process at once.
+    """Say why in one line and end the process at once, with its helpers.
 
-    A normal exit would run destructors that wait for peers which may be gone.
+    A normal exit would run destructors that wait for peers which may be gone. Helpers that stayed
+    behind would keep what they inherited open: connections, and the pipes of the output.
     """
     sys.stdout.flush()
     print(f"megatron_ext: error: {message}", file=sys.stderr, flush=True)
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(code)
 
 

@@ -161,9 +161,9 @@ def installed() -> list[Hook]:
 
 def explain(error: BaseException) -> str:
     """One line on an error that ended the run, with the stage's place in the pipeline if known."""
+    if _executor is not None and _executor.connected:
+        return _executor.explain(error)
     reason = (str(error).strip() or repr(error)).splitlines()[0]
-    if _executor is not None and isinstance(error, RuntimeError) and _executor.connected:
-        return _executor.lost_in_collective(error)
     return f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {reason}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -48,12 +49,14 @@ def run_ranks(
 ) -> list[Rank]:
     """Run ``target(rank, *args)`` in `count` processes with torchrun's variables set.
 
-    Ranks that outlive `timeout_s` are killed and have no exit code. Nothing is checked here.
+    Ranks that outlive `timeout_s` are killed and have no exit code. A rank that stopped itself is
+    continued once all others have ended. Nothing is checked here.
     """
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank{number}" for number in range(count)]
         processes = []
+        started = time.monotonic()
         for number, output in enumerate(outputs):
             variables = {
                 "RANK": number,
@@ -62,23 +65,29 @@ def run_ranks(
                 "LOCAL_WORLD_SIZE": count,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
+                "MEGATRON_EXT_TEST_STARTED": started,
                 **(environment or {}),
             }
+            # Not a daemon: Megatron starts a helper process to write checkpoints.
             process = _CONTEXT.Process(
-                target=_rank_main, args=(variables, str(output), target, number, args), daemon=True
+                target=_rank_main, args=(variables, str(output), target, number, args)
             )
             process.start()
             processes.append(process)
-        started = time.monotonic()
         ended: dict[int, float] = {}
-        while len(ended) < count and time.monotonic() - started < timeout_s:
-            for number, process in enumerate(processes):
-                if number not in ended and not process.is_alive():
-                    ended[number] = time.monotonic() - started
-            time.sleep(0.01)
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            while len(ended) < count and time.monotonic() - started < timeout_s:
+                for number, process in enumerate(processes):
+                    if number not in ended and not process.is_alive():
+                        ended[number] = time.monotonic() - started
+                left = [process for number, process in enumerate(processes) if number not in ended]
+                if all(_is_stopped(process) for process in left):
+                    for process in left:
+                        os.kill(process.pid or 0, signal.SIGCONT)
+                time.sleep(0.01)
+        finally:
+            for process in processes:
+                _kill_with_helpers(process)
         return [
             Rank(
                 number,
@@ -105,6 +114,7 @@ def check_ranks(ranks: list[Rank]) -> None:
 def _rank_main(
     variables: dict[str, Any], output: str, target: Callable[..., None], number: int, args: Any
 ) -> None:
+    os.setpgid(0, 0)  # its helpers can be killed with it
     os.environ.update({name: str(value) for name, value in variables.items()})
     with _captured(output):
         try:
@@ -118,6 +128,21 @@ def _rank_main(
             os._exit(1)
     # A normal exit would wait for threads and run destructors that need the other ranks.
     os._exit(0)
+
+
+def _is_stopped(process: Any) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:  # it has just ended
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
+
+
+def _kill_with_helpers(process: Any) -> None:
+    process.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
 
 
 @contextlib.contextmanager

@@ -71,6 +71,30 @@ def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
     assert last_line(process) == "megatron_ext: error: rank 0: ValueError: broken"
 
 
+def test_an_error_ends_helper_processes_too(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import multiprocessing, time\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "context.Process(target=time.sleep, args=(1000,)).start()\n"
+        "raise ValueError('broken')"
+    )
+    # The helper inherits the output: as long as it lives, its reader waits.
+    process = run(*ENTRY, "--cpu", str(script), timeout_s=60)
+    assert process.returncode == 1
+
+
+def test_an_error_that_is_no_exception_is_explained(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from torch.distributed.checkpoint import CheckpointException\n"
+        "raise CheckpointException('write', {})"
+    )
+    process = run(*ENTRY, "--cpu", str(script))
+    assert process.returncode == 1
+    assert last_line(process).startswith("megatron_ext: error: rank 0: CheckpointException:")
+
+
 def test_a_checkout_of_an_unsupported_megatron(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)

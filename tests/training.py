@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
+import queue
 import random
 import shlex
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -39,16 +43,27 @@ class Disturbance:
     rank: int = -1
     """The rank on which the rest happens."""
     iteration: int = 1
+    at: str = "task"
+    """In a training or an evaluation "task", or at the start of "finalize" (the reduction of
+    gradients) or "checkpoint" (saving one)."""
+    evaluation: bool = False
+    """Whether the task is one of an evaluation."""
     microbatch: int = 2
     direction: str = "FORWARD"
     kill: bool = False
-    """SIGKILL itself before that task."""
+    """SIGKILL itself."""
+    stop: bool = False
+    """SIGSTOP itself."""
+    disconnect: bool = False
+    """Break every connection to other ranks."""
     stall_s: float = 0.0
-    """Sleep before that task."""
+    """Sleep."""
     terminate_others: bool = False
-    """Before that task, and once all wait for it, send SIGTERM to every other rank."""
+    """Once all wait for this rank, send SIGTERM to every other one."""
     garbage: bool = False
     """Send bytes that are no header instead of that task's message."""
+    slow_ms: tuple[float, ...] = ()
+    """Sleep this long before every task, by rank."""
 
 
 def train(
@@ -111,6 +126,7 @@ def _train_rank(
     disturbance: Disturbance,
     observe: Callable[[dict[str, Any]], None] | None,
 ) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
     os.environ["MEGATRON_EXT_TEST_FOLDER"] = folder
@@ -118,6 +134,8 @@ def _train_rank(
     from megatron_ext import __main__, hooks
 
     record: dict[str, Any] = {"steps": [], "task_orders": []}
+    # Megatron's own is kept by a helper process that first imports everything again.
+    filesystem_async._results_queue = queue.Queue()
     if observe is not None:
         observe(record)
     _record_steps(training, record)
@@ -173,35 +191,88 @@ def _hash(model: list[Any]) -> str:
 
 
 def _disturb(number: int, disturbance: Disturbance) -> None:
+    from megatron.training import training
+
     from megatron_ext.pipeline import stage
 
+    if asdict(disturbance) == asdict(Disturbance()):
+        return
     run_task = stage.StageExecutor.run_task
     delays = random.Random(f"{disturbance.delay_seed} {number}")
 
     def disturbed(self: Any, task: Any, batch: Any) -> None:
         if disturbance.delay_seed is not None and delays.random() < 0.5:
             time.sleep(delays.random() * 0.02)
-        here = (
-            number == disturbance.rank
-            and self._iteration() == disturbance.iteration
+        if disturbance.slow_ms:
+            time.sleep(disturbance.slow_ms[number] / 1e3)
+        if (
+            _is_here("task", number, disturbance)
+            and batch.forward_only == disturbance.evaluation
             and task.microbatch == disturbance.microbatch
             and task.kind.name == disturbance.direction
-            and not batch.forward_only
-        )
-        if here and disturbance.kill:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if here and disturbance.terminate_others:
-            time.sleep(1)
-            for process in _processes():
-                if process != os.getpid():
-                    os.kill(process, signal.SIGTERM)
-        if here and disturbance.stall_s:
-            time.sleep(disturbance.stall_s)
-        if here and disturbance.garbage:
-            from megatron_ext.pipeline import task as tasks
-
-            tasks.Header.pack = lambda self: bytes([7]) * tasks.HEADER_BYTES  # type: ignore
+        ):
+            _go_wrong(disturbance)
         run_task(self, task, batch)
 
-    if asdict(disturbance) != asdict(Disturbance()):
-        stage.StageExecutor.run_task = disturbed  # type: ignore[method-assign]
+    stage.StageExecutor.run_task = disturbed  # type: ignore[method-assign]
+    for at, name in (("finalize", "finalize_model_grads"), ("checkpoint", "save_checkpoint")):
+        function = functools.partial(_disturbed, number, disturbance, at, getattr(training, name))
+        setattr(training, name, function)
+
+
+def _disturbed(
+    number: int,
+    disturbance: Disturbance,
+    at: str,
+    function: Callable[..., Any],
+    *args: Any,
+    **named: Any,
+) -> Any:
+    if _is_here(at, number, disturbance):
+        _go_wrong(disturbance)
+    return function(*args, **named)
+
+
+def _is_here(at: str, number: int, disturbance: Disturbance) -> bool:
+    from megatron.training import get_args
+
+    return (at, number, get_args().curr_iteration) == (
+        disturbance.at,
+        disturbance.rank,
+        disturbance.iteration,
+    )
+
+
+def _go_wrong(disturbance: Disturbance) -> None:
+    started = float(os.environ["MEGATRON_EXT_TEST_STARTED"])
+    print(f"goes wrong after {time.monotonic() - started} s", flush=True)
+    if disturbance.kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if disturbance.stop:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if disturbance.disconnect:
+        _disconnect()
+    if disturbance.terminate_others:
+        time.sleep(1)
+        for process in _processes():
+            if process != os.getpid():
+                os.kill(process, signal.SIGTERM)
+    if disturbance.stall_s:
+        time.sleep(disturbance.stall_s)
+    if disturbance.garbage:
+        from megatron_ext.pipeline import task as tasks
+
+        tasks.Header.pack = lambda self: bytes([7]) * tasks.HEADER_BYTES  # type: ignore
+
+
+def _disconnect() -> None:
+    """Shut every connection of this process down, as when its network card fails."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(entry.name)))
+            with connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()  # fails for those that only listen
+                    connection.shutdown(socket.SHUT_RDWR)

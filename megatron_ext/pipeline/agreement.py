@@ -9,6 +9,8 @@ differ; here the ranks share what they have, and no round is wasted.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import socket
@@ -27,11 +29,22 @@ from megatron_ext.pipeline.transport.base import Transport
 
 _SPIN_S = 30e-6
 _POLL_S = 100e-6
+_LOOK_S = 0.05
 _RING = 4096
 
 
+class AgreementError(Exception):
+    """A rank that shares this one's tasks is gone, or its answer did not come."""
+
+
 class Agreement(Protocol):
-    """How the ranks of one group come to choose the same tasks."""
+    """How the ranks of one group come to choose the same tasks.
+
+    Attributes:
+        ranks: The global ranks of the group, this one included.
+    """
+
+    ranks: list[int]
 
     def start(self, arbiter: Arbiter) -> None:
         """Begin a batch."""
@@ -46,11 +59,22 @@ class Agreement(Protocol):
         """The group's next task, or None if there is none yet."""
 
     def wait(self, links: Transport, seconds: float) -> bool:
-        """Sleep until there may be a next task; False if nothing happened in that time."""
+        """Sleep until there may be a next task; False if nothing happened in that time.
+
+        Raises:
+            AgreementError: Another rank of the group is gone.
+        """
+
+    def awaited(self) -> str:
+        """What keeps this rank waiting beside its own messages, for errors; may be empty."""
+        return ""
 
 
 class Alone(Agreement):
     """A rank that shares its tasks with nobody."""
+
+    def __init__(self) -> None:
+        self.ranks = [dist.get_rank()] if dist.is_initialized() else [0]
 
     def start(self, arbiter: Arbiter) -> None:  # noqa: D102
         pass
@@ -110,14 +134,24 @@ class SharedMemoryAgreement(Agreement):
     Args:
         words: Zeroed shared words, the same memory on every rank.
         rank: This rank's number in the group.
-        size: Number of ranks.
+        ranks: The global ranks of the group.
+        presence: Tells which of them have ended; None where that is not to be watched.
     """
 
-    def __init__(self, words: np.ndarray[Any, Any], rank: int, size: int) -> None:
+    def __init__(
+        self,
+        words: np.ndarray[Any, Any],
+        rank: int,
+        ranks: list[int],
+        presence: Presence | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self._presence = presence
+        size = len(ranks)
         self._ring = words[:_RING]
         self._taken = words[_RING : _RING + size]
         self._counts = words[_RING + size :].reshape(size, -1)
-        self._rank, self._size = rank, size
+        self._rank = rank
         self._decisions = 0
         self._base = [0] * self._counts.shape[1]
         chunks = (self._counts.shape[1] - 1) // 2
@@ -154,7 +188,7 @@ class SharedMemoryAgreement(Agreement):
 
     def wait(self, links: Transport, seconds: float) -> bool:  # noqa: D102
         before = self._counts.copy() if self._rank == 0 else None
-        deadline = time.monotonic() + seconds
+        started = looked = time.monotonic()
         spin_until = time.perf_counter() + _SPIN_S
         while True:
             if before is None:
@@ -166,8 +200,22 @@ class SharedMemoryAgreement(Agreement):
                 os.sched_yield()
             elif links.wait(_POLL_S):
                 return True
-            elif time.monotonic() > deadline:
+            elif (now := time.monotonic()) > started + seconds:
                 return False
+            elif now > looked + _LOOK_S:
+                looked = now
+                self._look_for_others()
+
+    def awaited(self) -> str:  # noqa: D102
+        if self._rank:
+            return f"rank {self.ranks[0]} to choose the next task"
+        behind = (self._counts < self._counts[0]).any(axis=1)
+        late = [str(rank) for rank, is_late in zip(self.ranks, behind, strict=True) if is_late]
+        return f"rank {' and '.join(late)} to receive what is here already" if late else ""
+
+    def _look_for_others(self) -> None:
+        if self._presence is not None and (lost := self._presence.lost()) is not None:
+            raise AgreementError(f"rank {self.ranks[lost]} has ended")
 
     def _publish(self) -> None:
         row = self._counts[self._rank]
@@ -208,11 +256,13 @@ class CollectiveAgreement(Agreement):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
         self._group = group
 
     def start(self, arbiter: Arbiter) -> None:  # noqa: D102
         self._mine = Progress(arbiter.place.chunks)
         self._common = Progress(arbiter.place.chunks)
+        self._waiting_since: float | None = None
 
     def arrived(self, arbiter: Arbiter, task: Task) -> None:  # noqa: D102
         self._mine.add(task)
@@ -222,14 +272,26 @@ class CollectiveAgreement(Agreement):
 
     def choose(self, arbiter: Arbiter) -> Task | None:  # noqa: D102
         counts = torch.tensor(self._mine.counts)
-        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self._group)
+        try:
+            dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self._group)
+        except RuntimeError as error:
+            raise AgreementError(str(error)) from error
         self._common.advance(arbiter, counts.tolist())
-        return arbiter.choose()
+        task = arbiter.choose()
+        if task is not None:
+            self._waiting_since = None
+        return task
 
     def wait(self, links: Transport, seconds: float) -> bool:  # noqa: D102
         # Whatever arrives on another rank must find this one in the next round.
         links.wait(_POLL_S)
-        return True
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        return now < self._waiting_since + seconds
+
+    def awaited(self) -> str:  # noqa: D102
+        others = [str(rank) for rank in self.ranks if rank != dist.get_rank()]
+        return f"rank {' and '.join(others)} to receive the same"
 
 
 def agree(groups: Any, chunks: int, timeout_s: float) -> Agreement:
@@ -251,8 +313,35 @@ def agree(groups: Any, chunks: int, timeout_s: float) -> Agreement:
     if len(set(hosts)) > 1:
         return CollectiveAgreement(group)
     count = SharedMemoryAgreement.words_needed(len(ranks), chunks)
-    words = _shared_words(count, group, group.rank())
-    return SharedMemoryAgreement(words, group.rank(), len(ranks))
+    words, presence = _shared_words(count, group)
+    return SharedMemoryAgreement(words, group.rank(), ranks, presence)
+
+
+class Presence:
+    """Which ranks of a group on one node still run.
+
+    Each rank locks a byte of a shared file of its own. The system lifts the lock when the process
+    ends, however it ends, and children of the process do not inherit it.
+
+    Args:
+        handle: The file, open for reading and writing; closing it would lift the lock.
+        rank: This rank's number in the group.
+        size: Number of ranks; each must have made its `Presence` before the first `lost`.
+    """
+
+    def __init__(self, handle: int, rank: int, size: int) -> None:
+        self._handle = handle
+        self._others = [other for other in range(size) if other != rank]
+        fcntl.lockf(handle, fcntl.LOCK_EX, 1, rank)
+
+    def lost(self) -> int | None:
+        """The number of a rank that has ended, or None."""
+        for other in self._others:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.lockf(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, other)
+                fcntl.lockf(self._handle, fcntl.LOCK_UN, 1, other)
+                return other
+        return None
 
 
 def _ranks_sharing_collectives(groups: Any) -> list[int]:
@@ -278,22 +367,22 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {shared}"
 
 
-def _shared_words(count: int, group: dist.ProcessGroup, rank: int) -> np.ndarray[Any, Any]:
+def _shared_words(count: int, group: dist.ProcessGroup) -> tuple[np.ndarray[Any, Any], Presence]:
     """Zeroed 8-byte words that all ranks of `group` map; gone when the last of them ends."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     names: list[Any] = [None] * group.size()
-    if rank == 0:
+    if group.rank() == 0:
         handle, name = tempfile.mkstemp(prefix="rrfp-agreement-", dir=folder)
         os.ftruncate(handle, 8 * count)
-    dist.all_gather_object(names, name if rank == 0 else None, group=group)
-    if rank:
+    dist.all_gather_object(names, name if group.rank() == 0 else None, group=group)
+    if group.rank():
         handle = os.open(names[0], os.O_RDWR)
     memory = mmap.mmap(handle, 8 * count)
-    os.close(handle)
+    presence = Presence(handle, group.rank(), group.size())
     dist.barrier(group=group)
-    if rank == 0:
+    if group.rank() == 0:
         os.unlink(name)
-    return np.frombuffer(memory, dtype=np.int64)
+    return np.frombuffer(memory, dtype=np.int64), presence
 
 
 def _encode(number: int, task: Task) -> int:

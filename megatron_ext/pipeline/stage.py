@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -25,7 +26,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.arguments import RrfpConfig
 from megatron_ext.errors import PipelineError, UsageError
-from megatron_ext.pipeline.agreement import Agreement, Alone, agree
+from megatron_ext.pipeline.agreement import Agreement, AgreementError, Alone, agree
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
@@ -107,6 +108,9 @@ class StageExecutor:
         self._jitter = jitter
         self._trace: Trace | None = None
         self._batches = 0
+        # What is under way, for errors.
+        self._evaluating = False
+        self._running: Task | None = None
 
     def __call__(
         self,
@@ -174,6 +178,7 @@ class StageExecutor:
             sent=self._sent(),
         )
         self._batches += 1
+        self._evaluating = forward_only
         self._expect(batch)
         statistics = batch.statistics
         with self._traced(statistics):
@@ -193,6 +198,7 @@ class StageExecutor:
             if config.timers is not None:
                 config.timers("forward-backward").stop()
         self.statistics = statistics
+        self._evaluating = False
         return batch.losses
 
     # Setting up.
@@ -284,13 +290,20 @@ class StageExecutor:
                 statistics.dispatch_s.append(decided - started)
                 if self._shares_tasks:
                     statistics.agreement_s.append(decided - started)
+                self._running = task
                 with statistics.running(task), self._jittered(task):
                     self.run_task(task, batch)
+                self._running = None
                 arbiter.completed(task)
-            if not self._links.flush(self.config.timeout_s):
-                raise PipelineError(f"{self.where()}: {self._no_progress()}: a peer takes no more")
+            self._flush(batch)
         except TransportError as error:
             raise self._lost_peer(batch, error) from error
+        except AgreementError as error:
+            raise PipelineError(
+                f"{self.where()}: lost a rank that runs the same tasks while waiting for "
+                f"{self._awaited(batch)} ({_first_line(error)}); look for the first error of "
+                f"{self._companions()}"
+            ) from error
         finally:
             statistics.ended = time.perf_counter()
             statistics.peak_live = arbiter.peak_live
@@ -420,7 +433,7 @@ class StageExecutor:
                 force_all_reduce=force_all_reduce,
             )
         except RuntimeError as error:
-            raise PipelineError(self.lost_in_collective(error)) from error
+            raise PipelineError(self.explain(error)) from error
 
     # Messages.
 
@@ -474,18 +487,29 @@ class StageExecutor:
 
     # Waiting, and what to say when it does not end.
 
+    def _flush(self, batch: _Batch) -> None:
+        """Wait until the neighbours have taken what this stage sent."""
+        with self._telling_of_termination(batch, self._takers):
+            flushed = self._links.flush(self.config.timeout_s)
+        if not flushed:
+            raise PipelineError(
+                f"{self.where()}: {self._no_progress()} while waiting for {self._takers(batch)}"
+            )
+
     def _wait(self, batch: _Batch) -> None:
-        with self._telling_of_termination(batch):
+        with self._telling_of_termination(batch, self._awaited):
             happened = self._agreement.wait(self._links, self.config.timeout_s)
         if not happened:
             raise PipelineError(
                 f"{self.where()}: {self._no_progress()} while waiting for "
-                f"{self._awaited(batch)}; that stage, or one behind it, hangs or is slower than "
-                "this limit allows"
+                f"{self._awaited(batch)}; that rank, or one that it waits for, hangs or is slower "
+                "than this limit allows"
             )
 
     @contextlib.contextmanager
-    def _telling_of_termination(self, batch: _Batch) -> Iterator[None]:
+    def _telling_of_termination(
+        self, batch: _Batch, awaited: Callable[[_Batch], str]
+    ) -> Iterator[None]:
         """On SIGTERM say what was awaited: launchers end the peers of a dead rank with it.
 
         Only while waiting here, and only if nobody else handles the signal: inside a collective
@@ -493,7 +517,7 @@ class StageExecutor:
         """
 
         def tell(number: int, _: object) -> None:
-            line = f"{self.where()}: ended by SIGTERM while waiting for {self._awaited(batch)}"
+            line = f"{self.where()}: ended by SIGTERM while waiting for {awaited(batch)}"
             os.write(sys.stderr.fileno(), f"megatron_ext: error: {line}\n".encode())
             if self._trace:
                 self._trace.write(batch.statistics, line)
@@ -515,9 +539,8 @@ class StageExecutor:
     def where(self) -> str:
         """This stage, rank and iteration, for messages."""
         rank = self._ranks[self._stage]
-        return (
-            f"stage {self._stage} of {self._depth} (rank {rank}), iteration {self._iteration() + 1}"
-        )
+        batch = f"iteration {self._iteration() + 1}" + ", evaluation" * self._evaluating
+        return f"stage {self._stage} of {self._depth} (rank {rank}), {batch}"
 
     def _no_progress(self) -> str:
         return f"no progress for {self.config.timeout_s:g} s (--rrfp-timeout)"
@@ -528,6 +551,8 @@ class StageExecutor:
     def _awaited(self, batch: _Batch) -> str:
         waits = []
         for task in batch.arbiter.awaited():
+            if task in batch.arrived:
+                continue  # but not yet on the ranks that run the same tasks
             direction = Direction(task.kind)
             step = 1 if direction is Direction.BACKWARD else -1
             where = f" on chunk {task.chunk}" if batch.place.chunks > 1 else ""
@@ -535,17 +560,39 @@ class StageExecutor:
                 f"the {direction.payload} of microbatch {task.microbatch}{where} from "
                 + self._peer((self._stage + step) % self._depth)
             )
-        if waits:
-            return " or ".join(waits)
-        return f"{self._peer((self._stage + 1) % self._depth)} to take the outputs sent to it"
+        if others := self._agreement.awaited():
+            waits.append(others)
+        return " or ".join(waits) or self._takers(batch)
 
-    def lost_in_collective(self, error: BaseException) -> str:
-        """What to say of an error outside the tasks: there a stage waits for ranks, not tasks."""
-        return (
-            f"{self.where()}: all tasks of the batch are done here; failed in what follows them, "
-            f"waiting for other ranks to reduce gradients, norms or losses with "
-            f"({type(error).__name__}: {_first_line(error)}); look for the first error of all ranks"
-        )
+    def _takers(self, batch: _Batch) -> str:
+        steps = (1,) if batch.forward_only else (-1, 1)
+        stages = {(self._stage + step) % self._depth for step in steps}
+        if batch.place.chunks == 1:  # else the stages form a ring
+            stages = {stage for stage in stages if abs(stage - self._stage) == 1}
+        return f"{' or '.join(map(self._peer, sorted(stages)))} to take the results sent to it"
+
+    def _companions(self) -> str:
+        """The other ranks that run the same tasks, and wait for this one in their collectives."""
+        mine = self._ranks[self._stage]
+        others = [str(rank) for rank in self._agreement.ranks if rank != mine]
+        return f"rank {' and '.join(others)}"
+
+    def explain(self, error: BaseException) -> str:
+        """What to say of an error that a task, or Megatron between two batches, raised."""
+        step, function = _place_in_megatron(error)
+        others = "other ranks"
+        if self._running is not None:
+            what = f"failed in the {self._running} in {function}"
+            if len(self._agreement.ranks) > 1:
+                others = self._companions()
+        else:
+            place = step if step == function else f"{step} > {function}"
+            what = f"all tasks of the batch are done here; failed in {place}"
+        advice = ""
+        if _is_of_a_collective(error):
+            what += f", waiting for {others}"
+            advice = "; look for the first error of all ranks"
+        return f"{self.where()}: {what} ({type(error).__name__}: {_first_line(error)}){advice}"
 
     def _lost_peer(self, batch: _Batch, error: TransportError) -> PipelineError:
         act = "sending to" if error.sending else "receiving from"
@@ -588,3 +635,23 @@ def _default_groups() -> Any:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether other ranks are to blame; gloo's errors have no type of their own."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in text or "pair closure" in text)
+    )
+
+
+def _place_in_megatron(error: BaseException) -> tuple[str, str]:
+    """The step of Megatron's training loop that raised `error`, and its innermost function."""
+    calls = [
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    functions = [name for module, name in calls if module.startswith("megatron.")]
+    steps = [name for module, name in calls if module.startswith("megatron.training.")]
+    functions = functions or [calls[-1][1] if calls else "the script"]
+    return (steps or functions[:1])[-1], functions[-1]

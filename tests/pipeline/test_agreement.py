@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import statistics
 import time
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.pipeline.agreement import (
     Agreement,
+    AgreementError,
     CollectiveAgreement,
     Progress,
     SharedMemoryAgreement,
@@ -23,6 +26,7 @@ from megatron_ext.pipeline.agreement import (
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.hints import HINTS, Place
 from megatron_ext.pipeline.task import Kind, Task
+from megatron_ext.pipeline.transport.base import Transport
 from megatron_ext.pipeline.transport.gloo import make_group
 from tests.ranks import check_ranks, run_ranks
 
@@ -45,7 +49,7 @@ def test_shared_memory_ranks_run_the_same_tasks(
     chance = random.Random(seed)
     words = np.zeros(SharedMemoryAgreement.words_needed(size, chunks), dtype=np.int64)
     place = Place(stage=1, depth=3, microbatches=4, live_limit=limit, chunks=chunks)
-    ranks = [SharedMemoryAgreement(words, number, size) for number in range(size)]
+    ranks = [SharedMemoryAgreement(words, number, list(range(size))) for number in range(size)]
     for _ in range(3):  # batches
         arbiters = [Arbiter(place, HINTS[hint](place)) for _ in ranks]
         for rank, arbiter in zip(ranks, arbiters, strict=True):
@@ -118,6 +122,68 @@ def _choose_together(rank: int, across_nodes: bool) -> None:
         orders: list[Any] = [None, None]
         dist.all_gather_object(orders, order)
         assert orders[0] == orders[1]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("across_nodes", [False, True])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_noticed_by_the_other(victim: int, across_nodes: bool) -> None:
+    ranks = run_ranks(2, _lose_a_rank, victim, across_nodes)
+    assert ranks.pop(victim).exit_code == -signal.SIGKILL
+    check_ranks(ranks)
+
+
+def _lose_a_rank(rank: int, victim: int, across_nodes: bool) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    agreement = _agreement(across_nodes)
+    place = Place(stage=1, depth=3, microbatches=2, live_limit=2)
+    arbiter = Arbiter(place, HINTS["bf"](place))
+    agreement.start(arbiter)
+    assert agreement.choose(arbiter) is None
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(AgreementError, match=f"rank {victim} has ended|gloo"):
+        _wait_for_a_task(agreement, arbiter)
+    assert time.monotonic() - started < 10
+
+
+def _wait_for_a_task(agreement: Agreement, arbiter: Arbiter) -> None:
+    while agreement.choose(arbiter) is None:
+        assert agreement.wait(_SilentLinks(), 20)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("across_nodes", [False, True])
+def test_waiting_ends_without_progress(across_nodes: bool) -> None:
+    check_ranks(run_ranks(2, _wait_in_vain, across_nodes))
+
+
+def _wait_in_vain(rank: int, across_nodes: bool) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    agreement = _agreement(across_nodes)
+    place = Place(stage=1, depth=3, microbatches=2, live_limit=2)
+    arbiter = Arbiter(place, HINTS["bf"](place))
+    agreement.start(arbiter)
+    if rank == 0:
+        agreement.arrived(arbiter, Task(FORWARD, 0))  # which rank 1 never receives
+    started = time.monotonic()
+    try:
+        while agreement.choose(arbiter) is None and agreement.wait(_SilentLinks(), 0.5):
+            pass
+    except AgreementError:
+        assert across_nodes  # the other rank stopped waiting first, and ended
+    assert time.monotonic() - started < 10
+    expected = f"rank {1 - rank} to receive" if rank == 0 or across_nodes else "rank 0 to choose"
+    assert agreement.awaited().startswith(expected)
+
+
+class _SilentLinks(Transport):
+    """Links on which nothing ever happens."""
+
+    def wait(self, seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
 
 
 def _agreement(across_nodes: bool) -> Agreement:
