@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--rrfp-hint",
         metavar="HINT",
-        default=RrfpConfig.hint,
         help=f"Order among ready tasks: {', '.join(HINTS)}, or your own as module:Name. "
-        "(default: %(default)s)",
+        "(default: bfw-depth with --transformer-impl local, else bf: layers of Transformer Engine "
+        "are not split)",
     )
     group.add_argument(
         "--rrfp-live-limit",
@@ -136,8 +136,13 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
             "--pipeline-schedule rrfp needs a pipeline: "
             f"--pipeline-model-parallel-size is {depth}, the least is 2"
         )
+    name = args.rrfp_hint
+    if name is None:
+        # A backward that leaves no weight gradient gains nothing from hints that wait for one.
+        splits = getattr(args, "transformer_impl", "local") == "local"
+        name = RrfpConfig.hint if splits else "bf"
     try:
-        hint = find_hint(args.rrfp_hint)
+        hint = find_hint(name)
     except ValueError as error:
         raise UsageError(f"--rrfp-hint: {error}") from None
     try:
@@ -153,7 +158,7 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
         "leave it out, or use --pipeline-schedule megatron",
     )
     return RrfpConfig(
-        hint=args.rrfp_hint,
+        hint=name,
         live_limit=args.rrfp_live_limit,
         transport=args.rrfp_transport,
         timeout_s=args.rrfp_timeout,
@@ -228,6 +233,12 @@ _UNSUPPORTED: tuple[_Unsupported, ...] = (
     ("cuda_graph_impl", "--cuda-graph-impl", _names_an_implementation),
     ("enable_cuda_graph", "--enable-cuda-graph", bool),
     ("external_cuda_graph", "--external-cuda-graph", bool),
+    # It sums over data-parallel replicas within a forward, and these run in orders of their own.
+    (
+        "moe_router_load_balancing_type",
+        "--moe-router-load-balancing-type global_aux_loss",
+        lambda value: "global_aux_loss" in (value if isinstance(value, list) else [value]),
+    ),
     ("moe_paged_stash", "--moe-paged-stash", bool),
     ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", bool),
     ("delay_wgrad_compute", "--delay-wgrad-compute", bool),

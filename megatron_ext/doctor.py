@@ -44,7 +44,7 @@ HOOK_GROUPS = {
     "WHEEL_HOOKS": EVERY_RUN,
     "CPU_HOOKS": CPU,
     "RRFP_HOOKS": RRFP,
-    "WEIGHT_GRADIENT_HOOKS": "--rrfp-hint bfw",
+    "WEIGHT_GRADIENT_HOOKS": "--rrfp-hint bfw, bfw-depth",
     "METRICS_HOOKS": "--tensorboard-dir, --wandb-project",
     "JITTER_HOOKS": "--rrfp-jitter",
 }
@@ -109,7 +109,7 @@ PACKAGES = (
     Package(
         "nixl",
         "nixl",
-        "GPU messages without host memory; no transport of this version uses it",
+        "messages between stages without host memory (--rrfp-transport nixl)",
         "pip install nixl",
     ),
 )

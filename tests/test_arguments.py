@@ -19,6 +19,13 @@ def test_off_by_default() -> None:
     assert rrfp_config(parse()) is None
 
 
+def test_layers_that_are_not_split_get_a_hint_that_does_not_count_on_it() -> None:
+    config = rrfp_config(
+        parse("--pipeline-schedule", "rrfp", transformer_impl="transformer_engine")
+    )
+    assert config == RrfpConfig(hint="bf")
+
+
 def test_defaults() -> None:
     assert rrfp_config(parse("--pipeline-schedule", "rrfp")) == RrfpConfig()
     assert RrfpConfig() == RrfpConfig(
@@ -42,6 +49,7 @@ def test_every_flag_reaches_the_configuration() -> None:
         (["--rrfp-timeout", "0"], {}, "--rrfp-timeout"),
         (["--rrfp-timeout", "nan"], {}, "--rrfp-timeout"),
         (["--rrfp-hint", "bwf"], {}, "--rrfp-hint: no hint 'bwf'"),
+        ([], {"moe_router_load_balancing_type": ["global_aux_loss"]}, "global_aux_loss"),
         ([], {"mtp_num_layers": 1}, "--mtp-num-layers"),
         ([], {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         ([], {"delay_wgrad_compute": True}, "--delay-wgrad-compute"),

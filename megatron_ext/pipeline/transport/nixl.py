@@ -137,6 +137,8 @@ class NixlTransport(Mailbox):
             taken = functools.partial(self._taken_by_neighbour, direction)
             self._outlets[direction] = Outlet(direction, peer, slots, wire, copier, taken)
         self._links: list[Inlet | Outlet] = [*self._inlets.values(), *self._outlets.values()]
+        self._early: list[tuple[int, bytes]] = []
+        """Notices of neighbours that were ready before us."""
         self._greet(timeout_s)
         self._thread = threading.Thread(target=self._work, name="rrfp-nixl", daemon=True)
         self._thread.start()
@@ -154,9 +156,13 @@ class NixlTransport(Mailbox):
             self._agent.notify(name, _GREETING)
         # A neighbour rings when it has our greeting.
         while waited_for or not all(self._bells.ringing.values()):
-            for name in self._agent.notices():
-                waited_for.discard(name)
-                self._bells.ring(self._ranks[name])
+            for name, notices in self._agent.notices().items():
+                for notice in notices:
+                    if notice == _GREETING:
+                        waited_for.discard(name)
+                        self._bells.ring(self._ranks[name])
+                    else:
+                        self._early.append((self._ranks[name], notice))
             if self._bells.lost:
                 peer, reason = next(iter(self._bells.lost.items()))
                 raise OSError(f"lost stage {peer} while connecting to it: {reason}")
@@ -197,6 +203,8 @@ class NixlTransport(Mailbox):
             torch.cuda.set_device(self._device)
         fruitless = 0
         try:
+            for peer, notice in self._early:
+                self._read(peer, notice)
             while not self._closing:
                 if self._turn():
                     fruitless = 0

@@ -256,30 +256,23 @@ def test_healthy_pipeline(outcomes: dict[str, list[str]], check: str) -> None:
 
 def test_ring_of_two(transport: str) -> None:
     """Two stages that feed each other in both directions, as with virtual stages."""
-    check_ranks(run_ranks(2, _run_ring, transport, timeout_s=30))
+    check_ranks(run_ranks(2, _run_ring, transport, timeout_s=60))
 
 
 def test_death_of_a_peer(transport: str) -> None:
     """A stage dies: who waits for it is told, and who sends to it."""
-    dying, *others = run_ranks(DEPTH, _lose_first_stage, transport, timeout_s=30)
+    dying, *others = run_ranks(DEPTH, _lose_first_stage, transport, timeout_s=60)
     assert dying.exit_code == -signal.SIGKILL
     check_ranks(others)
-    first, dying, last = run_ranks(DEPTH, _lose_middle_stage, transport, timeout_s=30)
+    first, dying, last = run_ranks(DEPTH, _lose_middle_stage, transport, timeout_s=60)
     assert dying.exit_code == -signal.SIGKILL
     check_ranks([first, last])
 
 
 def test_malformed_header(transport: str, tmp_path: Path) -> None:
     """Bytes that are no header break the link, and are not unpickled."""
-    check_ranks(run_ranks(2, _send_malformed_header, transport, str(tmp_path), timeout_s=30))
+    check_ranks(run_ranks(2, _send_malformed_header, transport, str(tmp_path), timeout_s=60))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
-def test_silent_peer_over_nixl() -> None:
-    """A process that stands still is lost after the time limit, though nothing is closed."""
-    waiting, _ = run_ranks(2, _stop_a_peer, timeout_s=30)
-    check_ranks([waiting])
 
 
 def _run_checks(rank: int, kind: str, folder: str) -> None:
@@ -394,21 +387,3 @@ def _send_malformed_header(rank: int, kind: str, folder: str) -> None:
     assert (error.peer, error.direction, error.sending) == (0, FORWARD, False)
     assert "a header starts with" in str(error)
     dist.barrier()
-
-
-def _stop_a_peer(rank: int) -> None:
-    stage = open_stage("nixl", rank, 2, timeout_s=3)
-    process_ids: list[int] = [0, 0]
-    dist.all_gather_object(process_ids, os.getpid())
-    if rank == 1:
-        time.sleep(60)
-    os.kill(process_ids[1], signal.SIGSTOP)
-    stage.links.expect(BACKWARD, 1)
-    try:
-        started = time.monotonic()
-        with pytest.raises(TransportError, match="nothing heard of it for 3 s") as caught:
-            assert stage.links.wait(20)
-        assert 2 < time.monotonic() - started < 10
-        assert (caught.value.peer, caught.value.direction) == (1, BACKWARD)
-    finally:
-        os.kill(process_ids[1], signal.SIGKILL)
