@@ -93,12 +93,16 @@ def train(
     """
     if isinstance(flags, str):
         flags = shlex.split(flags)
+    base = list(BASE_FLAGS)
+    if "--train-samples" in flags:  # Megatron takes only one of them
+        iterations = base.index("--train-iters")
+        del base[iterations : iterations + 2]
     with tempfile.TemporaryDirectory() as folder:
         data = ["--data-path", str(corpus), "--data-cache-path", str(corpus.parent / "cache")]
         ranks = run_ranks(
             processes,
             _train_rank,
-            [str(script), *BASE_FLAGS, *data, *flags],
+            [str(script), *base, *data, *flags],
             folder,
             disturbance or Disturbance(),
             observe,

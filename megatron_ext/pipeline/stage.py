@@ -362,7 +362,7 @@ class StageExecutor:
                 batch.config,
                 cp_group_size=batch.groups.cp.size(),
                 collect_non_loss_data=batch.collect_non_loss_data,
-                checkpoint_activations_microbatch=self._checkpoints(batch, microbatch),
+                checkpoint_activations_microbatch=self._checkpoints(task, batch),
                 is_first_microbatch=schedules.check_first_val_step(
                     batch.first_val_step, batch.forward_only, microbatch == 0
                 ),
@@ -406,13 +406,25 @@ class StageExecutor:
         """Whether the model ends with the task's chunk."""
         return self._stage == self._depth - 1 and task.chunk == batch.place.chunks - 1
 
-    def _checkpoints(self, batch: _Batch, microbatch: int) -> bool | None:
-        """Whether all layers of this microbatch are checkpointed, where only some are to be."""
+    def _checkpoints(self, task: Task, batch: _Batch) -> bool | None:
+        """Whether all layers of this forward are checkpointed, where only some are to be.
+
+        Megatron's own rule, whatever the order here: as many forwards as 1F1B may have under way
+        on this stage form a window, and the last ones of each window are checkpointed.
+        """
         partial = batch.config.num_microbatches_with_partial_activation_checkpoints
         if partial is None:
             return None
-        window = min(self._depth - self._stage - 1, batch.num_microbatches) + 1
-        return bool(microbatch % window >= partial)
+        place, number = batch.place, task.microbatch
+        ahead = place.depth - place.stage - 1
+        if place.chunks > 1:
+            size = batch.config.microbatch_group_size_per_vp_stage
+            first = number // size * size
+            in_group = min(size, place.microbatches - first)
+            number += (place.chunks - 1) * first + task.chunk * in_group
+            ahead = 2 * ahead + (place.chunks - 1) * size
+        window = min(ahead, place.microbatches * place.chunks) + 1
+        return bool(number % window >= partial)
 
     def _start_remaining_reductions(self, batch: _Batch) -> None:
         """As Megatron's schedules do after the last task, for what has not started yet."""
