@@ -296,6 +296,7 @@ class StageExecutor:
                 self._running = None
                 arbiter.completed(task)
             self._flush(batch)
+            self._take_arrivals(batch)  # all that left is counted alike on ranks that agree
         except TransportError as error:
             raise self._lost_peer(batch, error) from error
         except AgreementError as error:
