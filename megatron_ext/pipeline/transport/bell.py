@@ -145,6 +145,10 @@ class Bells:
         since = self._lost_at.get(peer)
         return self.ringing[peer] > 0 and (since is None or time.monotonic() - since < _GRACE_S)
 
+    def gone(self, peer: int) -> bool:
+        """Whether `peer` is lost and nothing more of it can be expected."""
+        return peer in self.lost and not self.awaited(peer)
+
     def ring(self, peer: int) -> None:
         """Tell a neighbour that there is something for it to look at."""
         self._send(peer, _RING)

@@ -151,23 +151,26 @@ class NixlTransport(Mailbox):
         UCX connects when something is first sent, which takes both sides' attention.
         """
         deadline = time.monotonic() + timeout_s
-        waited_for = set(self._ranks)
         for name in self._ranks:
             self._agent.notify(name, _GREETING)
+        greeted: set[int] = set()
         # A neighbour rings when it has our greeting.
-        while waited_for or not all(self._bells.ringing.values()):
+        while missing := {
+            peer for peer, rings in self._bells.ringing.items() if peer not in greeted or not rings
+        }:
             for name, notices in self._agent.notices().items():
+                peer = self._ranks[name]
                 for notice in notices:
                     if notice == _GREETING:
-                        waited_for.discard(name)
-                        self._bells.ring(self._ranks[name])
+                        greeted.add(peer)
+                        self._bells.ring(peer)
                     else:
-                        self._early.append((self._ranks[name], notice))
-            if self._bells.lost:
-                peer, reason = next(iter(self._bells.lost.items()))
-                raise OSError(f"lost stage {peer} while connecting to it: {reason}")
+                        self._early.append((peer, notice))
+            for peer in missing:
+                if self._bells.gone(peer):
+                    raise OSError(f"lost stage {peer} at the start: {self._bells.lost[peer]}")
             if time.monotonic() > deadline:
-                raise OSError(f"NIXL's UCX does not connect to {sorted(waited_for)} in time")
+                raise OSError(f"UCX does not connect to stages {sorted(missing)} in time")
             self._bells.wait(0.001)
         for peer in self._bells.ringing:
             self._bells.ringing[peer] -= 1
@@ -263,9 +266,8 @@ class NixlTransport(Mailbox):
         A neighbour that ends well has sent all it had to; what it rang for may still be on the
         way.
         """
-        reason = self._bells.lost.get(link.peer)
-        if reason and link.wanting and not self._bells.awaited(link.peer):
-            raise ConnectionError(reason)
+        if link.wanting and self._bells.gone(link.peer):
+            raise ConnectionError(self._bells.lost[link.peer])
 
     def _pause(self, fruitless: int) -> None:
         """Sleep, the longer the more turns were fruitless, and until something happens."""
