@@ -74,7 +74,7 @@ def train(
     disturbance: Disturbance | None = None,
     observe: Callable[[dict[str, Any]], None] | None = None,
     script: Path = REPOSITORY / "scripts" / "pretrain_gpt.py",
-    timeout_s: float = 120.0,
+    timeout_s: float = 140.0,
 ) -> tuple[list[Rank], list[dict[str, Any]]]:
     """Train through ``python -m megatron_ext --cpu``'s own entry point.
 

@@ -137,6 +137,10 @@ class Outlet:
         self.peer = peer
         self._slots = slots
         self._free = list(range(len(slots)))
+        # A slot that is in use is free again when it was returned and its write is seen to be
+        # complete; either may come first.
+        self._returned: set[int] = set()
+        self._written: set[int] = set()
         self._credits = 0
         self._queue: deque[_Outgoing] = deque()
         self._pieces: Iterator[_Flight] | None = None
@@ -167,11 +171,18 @@ class Outlet:
         Raises:
             HeaderError: It returns what was not lent.
         """
-        slots = [slot for slot in range(len(self._slots)) if notice.slots >> slot & 1]
-        if notice.slots >> len(self._slots) or not set(self._free).isdisjoint(slots):
+        slots = {slot for slot in range(len(self._slots)) if notice.slots >> slot & 1}
+        if notice.slots >> len(self._slots) or slots & {*self._free, *self._returned}:
             raise HeaderError(f"slots {notice.slots:#x} were returned and not all were in use")
-        self._free.extend(slots)
+        self._returned |= slots
         self._credits += notice.credits
+        self._free_slots()
+
+    def _free_slots(self) -> None:
+        done = self._returned & self._written
+        self._free.extend(done)
+        self._returned -= done
+        self._written -= done
 
     def advance(self) -> bool:
         """Start and finish what can be; whether anything moved."""
@@ -183,6 +194,7 @@ class Outlet:
             else:
                 under_way.append(flight)
         self._flights = under_way
+        self._free_slots()
         return moved
 
     def _start_pieces(self) -> bool:
@@ -238,6 +250,7 @@ class Outlet:
             flight.writing = True
             done = self._wire.write(notice.slot, notice.length, notice.pack())
         if done:
+            self._written.add(notice.slot)
             flight.message.pieces -= 1
             if flight.message.all_started and not flight.message.pieces:
                 self._taken()
