@@ -152,6 +152,7 @@ class SharedMemoryAgreement(Agreement):
         self._taken = words[_RING : _RING + size]
         self._counts = words[_RING + size :].reshape(size, -1)
         self._rank = rank
+        self._seen = self._counts.copy()
         self._decisions = 0
         self._base = [0] * self._counts.shape[1]
         chunks = (self._counts.shape[1] - 1) // 2
@@ -187,14 +188,11 @@ class SharedMemoryAgreement(Agreement):
         return self._read() if self._rank else self._decide(arbiter)
 
     def wait(self, links: Transport, seconds: float) -> bool:  # noqa: D102
-        before = self._counts.copy() if self._rank == 0 else None
         started = looked = time.monotonic()
         spin_until = time.perf_counter() + _SPIN_S
         while True:
-            if before is None:
-                if self._has_decision():
-                    return True
-            elif (self._counts != before).any():
+            # Whatever was published since the last decision counts, also just before this call.
+            if self._has_decision() if self._rank else (self._counts != self._seen).any():
                 return True
             if time.perf_counter() < spin_until:
                 os.sched_yield()
@@ -225,7 +223,8 @@ class SharedMemoryAgreement(Agreement):
     def _decide(self, arbiter: Arbiter) -> Task | None:
         if self._decisions - int(self._taken[1:].min()) >= _RING:
             return None  # a rank has not read the oldest decision in the ring yet
-        lowest = self._counts.min(axis=0).tolist()
+        self._seen = self._counts.copy()
+        lowest = self._seen.min(axis=0).tolist()
         common = [count - base for count, base in zip(lowest, self._base, strict=True)]
         if common != self._common.counts:
             self._common.advance(arbiter, common)

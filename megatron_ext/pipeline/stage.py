@@ -296,6 +296,8 @@ class StageExecutor:
                 self._running = None
                 arbiter.completed(task)
             self._flush(batch)
+            if batch.forward_only:  # all that left is counted alike on ranks that agree
+                self._take_arrivals(batch)
         except TransportError as error:
             raise self._lost_peer(batch, error) from error
         except AgreementError as error:

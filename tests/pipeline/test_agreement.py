@@ -223,3 +223,22 @@ def _time_agreement(rank: int) -> None:
     median = statistics.median(times)
     print(f"rank {rank}: median {median * 1e6:.1f} us")
     assert median <= 50e-6
+
+
+def test_what_arrives_between_a_decision_and_the_wait_is_noticed() -> None:
+    class SilentLinks:
+        def wait(self, seconds: float) -> bool:
+            time.sleep(seconds)
+            return False
+
+    words = np.zeros(SharedMemoryAgreement.words_needed(2, 1), dtype=np.int64)
+    place = Place(stage=1, depth=3, microbatches=2, live_limit=2)
+    first, other = (SharedMemoryAgreement(words, number, [0, 1]) for number in range(2))
+    arbiters = [Arbiter(place, HINTS["bf"](place)) for _ in range(2)]
+    for rank, arbiter in zip((first, other), arbiters, strict=True):
+        rank.start(arbiter)
+    first.arrived(arbiters[0], Task(FORWARD, 0))
+    assert first.choose(arbiters[0]) is None
+    other.arrived(arbiters[1], Task(FORWARD, 0))
+    assert first.wait(SilentLinks(), 0.5)  # type: ignore[arg-type]
+    assert first.choose(arbiters[0]) == Task(FORWARD, 0)
