@@ -94,9 +94,9 @@ def train(
     if isinstance(flags, str):
         flags = shlex.split(flags)
     base = list(BASE_FLAGS)
-    if "--train-samples" in flags:  # Megatron takes only one of them
-        iterations = base.index("--train-iters")
-        del base[iterations : iterations + 2]
+    if "--step-batch-size-schedule" in flags:  # Megatron takes only one of them
+        size = base.index("--global-batch-size")
+        del base[size : size + 2]
     with tempfile.TemporaryDirectory() as folder:
         data = ["--data-path", str(corpus), "--data-cache-path", str(corpus.parent / "cache")]
         ranks = run_ranks(

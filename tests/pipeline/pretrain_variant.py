@@ -53,6 +53,7 @@ def next_batch(iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> dict
     if not VARIABLE_LENGTHS or batch["tokens"] is None:
         return batch
     length = get_args().seq_length // 4 * (1 + int(batch["tokens"][:, :8].sum()) % 4)
+    print(f"length {length}")
     for name, tensor in batch.items():
         if isinstance(tensor, torch.Tensor):
             is_mask = name == "attention_mask"

@@ -9,15 +9,19 @@ stopped one needs the limits.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shlex
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ext.pipeline import agreement
 from tests.ranks import Rank
 from tests.training import RRFP, Disturbance, train
 
@@ -52,7 +56,14 @@ POINTS: dict[str, tuple[Disturbance, str]] = {
 
 
 def run(
-    corpus: Path, folder: Path, victim: int, fault: str, point: str, processes: int, flags: str
+    corpus: Path,
+    folder: Path,
+    victim: int,
+    fault: str,
+    point: str,
+    processes: int,
+    flags: str,
+    observe: Callable[[Any], None] | None = None,
 ) -> list[Rank]:
     where, extra = POINTS[point]
     if extra.endswith("--save"):
@@ -62,6 +73,7 @@ def run(
         processes,
         shlex.split(f"{flags} {LIMITS} {extra}") + RRFP,
         disturbance=replace(where, rank=victim, **FAULTS[fault]),
+        observe=observe,
         timeout_s=90,
     )
     return ranks
@@ -108,3 +120,23 @@ def test_four_stages_of_two_tensor_parallel_ranks(
 ) -> None:
     flags = "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2"
     check(run(corpus, tmp_path, victim, fault, point, 8, flags), victim, fault, 4)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
+@pytest.mark.parametrize(
+    ("fault", "point"), [("killed", "steady-state"), ("stopped", "first-forward")]
+)
+def test_over_nixl(corpus: Path, tmp_path: Path, fault: str, point: str) -> None:
+    flags = "--pipeline-model-parallel-size 2 --rrfp-transport nixl"
+    check(run(corpus, tmp_path, 1, fault, point, 2, flags), 1, fault, 2)
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_tensor_parallel_ranks_on_several_nodes(corpus: Path, tmp_path: Path, fault: str) -> None:
+    flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    ranks = run(corpus, tmp_path, 3, fault, "steady-state", 4, flags, observe=_alone_on_a_node)
+    check(ranks, 3, fault, 2)
+
+
+def _alone_on_a_node(_: Any) -> None:
+    agreement._host = lambda: os.environ["RANK"]
