@@ -32,7 +32,7 @@ from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, Messag
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit
-from megatron_ext.pipeline.random_state import fork_random_state
+from megatron_ext.pipeline.random_state import RandomStates
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace
 from megatron_ext.pipeline.transport.base import Message, TransportError, describe
@@ -189,6 +189,7 @@ class StageExecutor:
             with contextlib.ExitStack() as stack:
                 for sync in syncs:
                     stack.enter_context(sync)
+                stack.enter_context(self._random_states.kept())
                 self._run_tasks(batch)
                 if not forward_only:
                     self._start_remaining_reductions(batch)
@@ -229,6 +230,7 @@ class StageExecutor:
         )
         on_gpu = any(parameter.is_cuda for parameter in models[0].parameters())
         self._device = torch.device(torch.cuda.current_device() if on_gpu else "cpu")
+        self._random_states = RandomStates(self._seed, self._device)
         self._agreement: Agreement = agree(groups, len(models), self.config.timeout_s)
         self._shares_tasks = not isinstance(self._agreement, Alone)
         # With chunks the stages form a ring: the last one's output goes on to the first one.
@@ -353,34 +355,36 @@ class StageExecutor:
         several = batch.place.chunks > 1
         if several and microbatch == 0:
             self._gather_parameters(batch, task.chunk + 1)
-        with fork_random_state(self._seed, self._iteration(), microbatch, task.chunk, self._device):
-            output, num_tokens = schedules.forward_step(
-                batch.forward_step_func,
-                chunk.data_iterator,
-                chunk.model,
-                batch.num_microbatches,
-                input_tensor,
-                batch.losses,
-                batch.config,
-                cp_group_size=batch.groups.cp.size(),
-                collect_non_loss_data=batch.collect_non_loss_data,
-                checkpoint_activations_microbatch=self._checkpoints(task, batch),
-                is_first_microbatch=schedules.check_first_val_step(
-                    batch.first_val_step, batch.forward_only, microbatch == 0
-                ),
-                current_microbatch=microbatch,
-                vp_stage=task.chunk if several else None,
-                is_last_stage=ends,
-            )
-        batch.total_num_tokens += num_tokens
-        if not ends:
-            wraps = self._stage == self._depth - 1
-            self._send(Direction.FORWARD, task, task.chunk + wraps, batch, output)
+        self._random_states.begin(self._iteration(), microbatch, task.chunk)
+        output, num_tokens = schedules.forward_step(
+            batch.forward_step_func,
+            chunk.data_iterator,
+            chunk.model,
+            batch.num_microbatches,
+            input_tensor,
+            batch.losses,
+            batch.config,
+            cp_group_size=batch.groups.cp.size(),
+            collect_non_loss_data=batch.collect_non_loss_data,
+            checkpoint_activations_microbatch=self._checkpoints(task, batch),
+            is_first_microbatch=schedules.check_first_val_step(
+                batch.first_val_step, batch.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=task.chunk if several else None,
+            is_last_stage=ends,
+        )
+        if batch.config.calculate_per_token_loss:
+            batch.total_num_tokens += num_tokens
+        result = output.detach()
         if not batch.forward_only:
             chunk.inputs[microbatch] = input_tensor
             chunk.outputs[microbatch] = output
-            # The message holds the output's memory by now; the graph needs only its history.
+            # The result holds the output's memory; the graph needs only its history.
             schedules.deallocate_output_tensor(output, batch.config.deallocate_pipeline_outputs)
+        if not ends:
+            wraps = self._stage == self._depth - 1
+            self._send(Direction.FORWARD, task, task.chunk + wraps, batch, result)
 
     def _gather_parameters(self, batch: _Batch, chunk: int) -> None:
         """Start to gather a chunk's parameters while the one before it first runs."""
@@ -463,7 +467,6 @@ class StageExecutor:
         tensor: torch.Tensor | None,
     ) -> None:
         """Send a result to the neighbour's `chunk`."""
-        tensor = tensor.detach() if tensor is not None else None
         dtype, shape = describe(tensor)
         header = Header(batch.number, direction, task.microbatch, chunk, dtype, shape)
         batch.statistics.sent.append(MessageTime(header, time.perf_counter()))
