@@ -39,6 +39,7 @@ from megatron_ext.pipeline.jitter import (
 )
 
 if TYPE_CHECKING:
+    from megatron_ext.pipedream_2bw.checkpoint import Checkpoint
     from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates
     from megatron_ext.pipeline.metrics import Metrics
     from megatron_ext.pipeline.stage import StageExecutor
@@ -70,6 +71,8 @@ _executor: StageExecutor | None = None
 _metrics: Metrics | None = None
 _jitter: Jitter | None = None
 _delayed: DelayedUpdates | None = None
+_checkpoint: Checkpoint | None = None
+_loading = False
 
 _installed: dict[Hook, tuple[Function, Function]] = {}
 """Original and replacement of every hook in place."""
@@ -288,22 +291,28 @@ _DEGRADES = "--optimizer {} loses more by the delay than muon does (docs/converg
 
 def _setup_model_and_optimizer(original: Function) -> Function:
     def setup_model_and_optimizer(*args: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
         result = original(*args, **named)
         model, optimizer, *_ = result
-        global _delayed
-        _delayed = _make_delayed(model, optimizer)
+        if _delayed is None:  # nothing was loaded
+            _keep_two_versions(model, optimizer)
+        assert _delayed is not None
+        _delayed.begin_at(get_args().iteration)
         return result
 
     return setup_model_and_optimizer
 
 
-def _make_delayed(model: list[Any], optimizer: Any) -> DelayedUpdates:
+def _keep_two_versions(model: list[Any], optimizer: Any) -> None:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
+    from megatron_ext.pipedream_2bw.checkpoint import Checkpoint
     from megatron_ext.pipedream_2bw.clipping import clip_by
     from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates
 
+    global _delayed, _checkpoint
     args = get_args()
     config = arguments.pipedream_2bw_config(args)
     assert config is not None
@@ -312,15 +321,56 @@ def _make_delayed(model: list[Any], optimizer: Any) -> DelayedUpdates:
     ties = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not getattr(
         args, "untie_embeddings_and_output_weights", False
     )
-    return DelayedUpdates(
+    _delayed = DelayedUpdates(
         config,
         model,
         optimizer,
-        next_batch=args.iteration,
         end=args.train_iters,
         batch_size=_microbatches_of,
         two_gradient_buffers=config.clip == "exact" or ties,
     )
+    _checkpoint = Checkpoint(_delayed, model)
+
+
+def _load_two_versions(original: Function) -> Function:
+    def load_checkpoint(ddp_model: Any, optimizer: Any, *rest: Any, **named: Any) -> Any:
+        global _loading
+        if _delayed is None and optimizer is not None:
+            _keep_two_versions(ddp_model, optimizer)
+        _loading = True
+        try:
+            return original(ddp_model, optimizer, *rest, **named)
+        finally:
+            _loading = False
+
+    return load_checkpoint
+
+
+def _load_base_checkpoint(original: Function) -> Function:
+    def load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, **named: Any) -> Any:
+        result = original(load_dir, args, rank0=rank0, **named)
+        state = result[0]
+        if _loading and _checkpoint is not None and state is not None:
+            if rank0:
+                _checkpoint.find(state, args.finetune)
+            else:
+                if "sharded_state_dict" not in named:
+                    _checkpoint.find(state, args.finetune)
+                _checkpoint.load(state)
+        return result
+
+    return load_base_checkpoint
+
+
+def _generate_state_dict(original: Function) -> Function:
+    def generate_state_dict(args: Any, *rest: Any, **named: Any) -> Any:
+        state = original(args, *rest, **named)
+        if _checkpoint is not None:
+            act = _checkpoint.ask if _loading else _checkpoint.save
+            act(state, args, named.get("model_sd_kwargs"))
+        return state
+
+    return generate_state_dict
 
 
 def _microbatches_of(iteration: int) -> int:
@@ -567,6 +617,24 @@ PIPEDREAM_2BW_HOOKS = (
         "setup_model_and_optimizer",
         _setup_model_and_optimizer,
         "keep two versions of the weights and step the optimizer between tasks",
+    ),
+    Hook(
+        "megatron.training.checkpointing",
+        "load_checkpoint",
+        _load_two_versions,
+        "load two versions of the weights",
+    ),
+    Hook(
+        "megatron.training.checkpointing",
+        "_load_base_checkpoint",
+        _load_base_checkpoint,
+        "take the older version from a checkpoint",
+    ),
+    Hook(
+        "megatron.training.checkpointing",
+        "generate_state_dict",
+        _generate_state_dict,
+        "save two versions of the weights",
     ),
     *(
         Hook(

@@ -144,7 +144,11 @@ def _train_rank(
         observe(record)
     _record_steps(training, record)
     _disturb(number, disturbance)
-    __main__.main(["--cpu", *argv])
+    try:
+        __main__.main(["--cpu", *argv])
+    except SystemExit as end:  # Megatron's way out at --exit-interval
+        if end.code:
+            raise
     record["weights"] = record.pop("hash")()
     record["hooks"] = [hook.target for hook in hooks.installed()]
     (Path(folder) / f"{number}.json").write_text(json.dumps(record))

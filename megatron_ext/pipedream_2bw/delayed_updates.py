@@ -29,7 +29,6 @@ class DelayedUpdates:
         config: When training is delayed, and how.
         models: The stage's model chunks, wrapped for data parallelism.
         optimizer: Megatron's optimizer of these chunks; its `step` is replaced.
-        next_batch: The batch that runs first in this process.
         end: The first batch that is not to run.
         batch_size: Gives the number of microbatches of a batch that is not under way yet.
         two_gradient_buffers: Whether the next batch's backwards run before the update is done.
@@ -41,13 +40,12 @@ class DelayedUpdates:
         models: list[Any],
         optimizer: Any,
         *,
-        next_batch: int,
         end: int,
         batch_size: Callable[[int], int],
         two_gradient_buffers: bool,
     ) -> None:
         self.config = config
-        self.first = max(config.start_iteration, next_batch)
+        self.first = config.start_iteration
         """The batch that training is delayed from; it is itself not delayed yet."""
         self._end = min(end, config.end_iteration) if config.end_iteration is not None else end
         self._batch_size = batch_size
@@ -56,12 +54,14 @@ class DelayedUpdates:
         self._optimizer = optimizer
         self._optimizer_step = optimizer.step
         optimizer.step = self.step
-        self.weights = WeightVersions(models, optimizer, next_batch)
+        self.weights = WeightVersions(models, optimizer)
         self._gradients = GradientBuffers(models, two=two_gradient_buffers)
         self._hidden = HiddenGradients(models)
         self._parameters = tuple(p for m in models for p in m.parameters() if p.requires_grad)
         self._scales = LossScales(optimizer)
         self._scale_of: dict[int, torch.Tensor] = {}
+        self._scale_of_first: torch.Tensor | None = None
+        self._went_on = False
         self._scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.error_feedback: ErrorFeedback | None = None
         if config.error_feedback:
@@ -71,6 +71,38 @@ class DelayedUpdates:
         self._result: tuple[Any, ...] | None = None
         self.agreed = False
         """Whether the last step's outcome is agreed on by all stages, or is not to be."""
+
+    # Where a run begins.
+
+    def begin_at(self, batch: int) -> None:
+        """This is the first batch of the process, and its weights are the newest."""
+        self.weights.newest = batch
+        if self._went_on:  # with the version before it, too
+            return
+        self.weights.first = batch
+        self.first = max(self.first, batch)
+
+    def go_on_from(self, first: int, scale: torch.Tensor | None) -> None:
+        """Two versions were loaded, of a run that had been delayed from batch `first` on.
+
+        Args:
+            first: That batch.
+            scale: Loss scale of the first batch here, where there is one.
+        """
+        self._went_on = True
+        self.first = self.weights.first = first
+        self._scale_of_first = scale
+
+    @property
+    def has_history(self) -> bool:
+        """Whether the optimizer's state holds the last update."""
+        return self.error_feedback is not None and self.weights.newest > self.first
+
+    def scale_of_next(self) -> torch.Tensor | None:
+        """The loss scale of the batch that is under way, or comes next, if there is a scale."""
+        if not self._scales:
+            return None
+        return self._scale_of.get(self.weights.newest, self._scales.begin())
 
     # Which batches.
 
@@ -96,7 +128,8 @@ class DelayedUpdates:
 
     def begin_batch(self, batch: int) -> None:
         """A batch begins: its loss scale is settled."""
-        self._scale_of[batch] = self._scales.begin()
+        scale, self._scale_of_first = self._scale_of_first, None
+        self._scale_of[batch] = self._scales.begin() if scale is None else scale
         if self._scale_loss is None:
             self._scale_loss = self._config.grad_scale_func
 
@@ -145,7 +178,7 @@ class DelayedUpdates:
         def enter() -> None:
             self._gradients.select(batch)
             if self._stepping:
-                self.weights.select_next()
+                self.weights.select_older()
             self._hidden.show()
 
         def leave() -> None:
@@ -200,5 +233,5 @@ class DelayedUpdates:
         if self.error_feedback is not None:
             self.error_feedback.records = False
         outcome: tuple[Any, ...] = self._optimizer_step()
-        self.weights.skip_to(self.weights.newest + 1)
+        self.weights.step_in_place()
         return outcome

@@ -37,9 +37,21 @@ class ErrorFeedback:
         """Whether updates are measured: while training is delayed."""
         self.corrects = False
         """Whether there is an update before this one to correct by."""
+        self.expects_history = False
+        """Whether a checkpoint that is being loaded holds the last update."""
+        leaves = leaf_optimizers(optimizer)
+        self._inner = [one.optimizer for one in leaves if getattr(one, "optimizer", None)]
         for one in leaf_optimizers(optimizer):
             if getattr(one, "optimizer", None) is not None:
                 self._wrap(one)
+
+    def make_room(self) -> None:
+        """Before a checkpoint with the last update is loaded."""
+        self.expects_history = True
+        for inner in self._inner:
+            for parameter in _parameters(inner):
+                if inner.state[parameter]:  # else the optimizer makes its state, with our key
+                    inner.state[parameter][KEY] = torch.zeros_like(parameter.data)
 
     def _wrap(self, one: Any) -> None:
         inner = one.optimizer
@@ -56,10 +68,36 @@ class ErrorFeedback:
         def with_history(opt: Any, *rest: Any) -> None:
             """Makes room for what a checkpoint holds."""
             initialize(opt, *rest)
+            if not self.expects_history:
+                return
             for parameter in _parameters(opt):
                 opt.state[parameter][KEY] = torch.zeros_like(parameter.data)
 
         one.init_state_fn = with_history
+        if hasattr(type(one), "optimizer_state_keys"):
+            one.__class__ = self._with_history_among_its_keys(type(one), inner)
+
+    def _with_history_among_its_keys(self, original: type[Any], inner: Any) -> type[Any]:
+        """Megatron's distributed optimizer, saving the last update too: it lists what it saves."""
+
+        def keys(one: Any) -> tuple[str, ...]:
+            names: tuple[str, ...] = super(mended, one).optimizer_state_keys
+            held = self.expects_history or any(KEY in state for state in inner.state.values())
+            return (*names, KEY) if held else names
+
+        def dtype(one: Any, key: str) -> torch.dtype:
+            found: torch.dtype = super(mended, one)._get_state_key_dtype(key)
+            return found
+
+        def dtype_of(one: Any, key: str) -> torch.dtype:
+            return torch.float32 if key == KEY else dtype(one, key)
+
+        mended: type[Any] = type(
+            original.__name__,
+            (original,),
+            {"optimizer_state_keys": property(keys), "_get_state_key_dtype": dtype_of},
+        )
+        return mended
 
     @torch.no_grad()
     def _step(self, inner: Any, step: Callable[[], Any]) -> Any:

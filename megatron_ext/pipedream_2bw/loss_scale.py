@@ -27,6 +27,9 @@ class LossScales:
                 one.grad_scaler = _ScalerOfBatch(one.grad_scaler)
                 self._scalers.append(one.grad_scaler)
 
+    def __bool__(self) -> bool:
+        return bool(self._scalers)
+
     def begin(self) -> torch.Tensor:
         """The scale for a batch that begins now."""
         scale: torch.Tensor = self._optimizer.get_loss_scale().clone()

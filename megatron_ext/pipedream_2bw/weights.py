@@ -21,11 +21,12 @@ class WeightVersions:
     Args:
         models: The stage's model chunks, wrapped for data parallelism.
         optimizer: Megatron's optimizer of these chunks.
-        first: Version with which delayed training begins; its batch is not delayed yet.
     """
 
-    def __init__(self, models: list[Any], optimizer: Any, first: int) -> None:
-        self.first = self.newest = first
+    def __init__(self, models: list[Any], optimizer: Any) -> None:
+        self.newest = 0
+        self.first = 0
+        """Version with which delayed training began; its batch was not delayed yet."""
         self._slots = Slots()
         self._newest_slot = 0
         self._memory = SecondCopy()
@@ -61,13 +62,21 @@ class WeightVersions:
             ValueError: That version is not kept any more, or not made yet.
         """
         if version == self.newest:
-            self._slots.select(self._newest_slot)
+            self.select_newest()
         elif version == self.newest - 1:
-            self._slots.select(1 - self._newest_slot)
+            self.select_older()
         else:
             raise ValueError(
                 f"weight version {version} is neither {self.newest} nor the one before"
             )
+
+    def select_newest(self) -> None:
+        """Point the stage's parameters to the newest version."""
+        self._slots.select(self._newest_slot)
+
+    def select_older(self) -> None:
+        """Point them to the version before, or to where the next one is being made."""
+        self._slots.select(1 - self._newest_slot)
 
     def version_of(self, batch: int) -> int:
         """The version that a batch computes with."""
@@ -75,24 +84,21 @@ class WeightVersions:
 
     @torch.no_grad()
     def prepare_next(self) -> None:
-        """Copy the newest version over the oldest and point to it, for an optimizer to change."""
+        """Copy the newest version over the older one and point there, for an optimizer to step."""
         source, target = self._newest_slot, 1 - self._newest_slot
         for copies in self._memory.pairs():
             copies[target].copy_(copies[source])
-        self._slots.select(target)
-
-    def select_next(self) -> None:
-        """Point to the version that `prepare_next` began."""
-        self._slots.select(1 - self._newest_slot)
+        self.select_older()
 
     def commit(self) -> None:
         """What `prepare_next` began is the newest version now."""
         self._newest_slot = 1 - self._newest_slot
         self.newest += 1
 
-    def skip_to(self, version: int) -> None:
-        """The newest version was changed in place and is this one; there is no older one."""
-        self.newest = self.first = version
+    def step_in_place(self) -> None:
+        """The newest version was changed in place and is the next one; there is no older one."""
+        self.newest += 1
+        self.first = self.newest
 
 
 def _aliasing_shards(optimizer: Any) -> list[torch.Tensor]:

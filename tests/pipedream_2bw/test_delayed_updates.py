@@ -27,7 +27,7 @@ SETTINGS = [
     ("pp2-muon", 2, f"{PP2} --optimizer muon", ""),
     ("pp2-sgd", 2, f"{PP2} --optimizer sgd", ""),
     ("pp2-bf16", 2, f"{PP2} --bf16", ""),
-    ("pp2-fp16", 2, f"{PP2} --fp16 --initial-loss-scale 1e9 --hysteresis 1", ""),
+    ("pp2-fp16", 2, f"{PP2} --fp16 --initial-loss-scale 2e5 --hysteresis 1", ""),
     ("pp2-vpp2", 2, f"{PP2} {VPP2}", ""),
     ("pp2-tp2", 4, f"{PP2} {TP2}", ""),
     ("pp2-dp2", 4, PP2, ""),
