@@ -611,7 +611,25 @@ _COLLECTIVES = (
     "broadcast",
     "reduce_scatter_tensor",
 )
+UPDATE_HOOKS = (
+    *(
+        Hook(
+            "torch.distributed.distributed_c10d",
+            name,
+            _yielding,
+            "run tasks while an update waits for other ranks",
+        )
+        for name in _COLLECTIVES
+    ),
+    Hook(
+        "torch.distributed.distributed_c10d",
+        "_coalescing_manager",
+        _yielding_coalescing,
+        "run tasks while an update waits for other ranks",
+    ),
+)
 PIPEDREAM_2BW_HOOKS = (
+    *UPDATE_HOOKS,
     Hook(
         "megatron.training.training",
         "setup_model_and_optimizer",
@@ -647,21 +665,6 @@ PIPEDREAM_2BW_HOOKS = (
             "logical_and_across_model_parallel_group",
             "reduce_max_stat_across_model_parallel_group",
         )
-    ),
-    *(
-        Hook(
-            "torch.distributed.distributed_c10d",
-            name,
-            _yielding,
-            "run tasks while an update waits for other ranks",
-        )
-        for name in _COLLECTIVES
-    ),
-    Hook(
-        "torch.distributed.distributed_c10d",
-        "_coalescing_manager",
-        _yielding_coalescing,
-        "run tasks while an update waits for other ranks",
     ),
 )
 METRICS_HOOKS = (

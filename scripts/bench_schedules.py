@@ -26,7 +26,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
     forward_backward_pipelining_without_interleaving,
 )
@@ -49,8 +55,11 @@ from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from megatron_ext import hooks  # noqa: E402
-from megatron_ext.arguments import RrfpConfig  # noqa: E402
+from megatron_ext.arguments import Pipedream2bwConfig, RrfpConfig  # noqa: E402
+from megatron_ext.pipedream_2bw.clipping import clip_by  # noqa: E402
+from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates  # noqa: E402
 from megatron_ext.pipeline import jitter, weight_grad  # noqa: E402
+from megatron_ext.pipeline.batch_statistics import BatchStatistics  # noqa: E402
 from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
 
 SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
@@ -62,11 +71,9 @@ class Policy:
 
     hint: str | None
     live_limit: str
-
-    @property
-    def name(self) -> str:
-        """As shown in the table."""
-        return f"{self.hint} {self.live_limit}" if self.hint else "Megatron 1F1B"
+    iterations: int = 1
+    clip: str | None = None
+    """Of two weight versions; None where every batch is flushed."""
 
 
 # Slowdowns in percent, from Table 6 of the RRFP paper: a larger model, on GPUs.
@@ -92,6 +99,18 @@ POLICIES = (
 )
 
 
+def policies_over(iterations: int) -> tuple[Policy, ...]:
+    """Several iterations with optimizer steps: flushed each time, and with two weight versions."""
+    return (
+        Policy(None, "p", iterations),
+        Policy("bfw", "2p", iterations),
+        *(Policy("bfw", limit, iterations, clip) for limit, clip in TWO_VERSIONS),
+    )
+
+
+TWO_VERSIONS = (("p", "exact"), ("2p", "exact"), ("2p", "off"))
+
+
 @dataclass(frozen=True)
 class Setting:
     """The conditions under which all policies run the same batch."""
@@ -110,10 +129,10 @@ class Durations:
     backward: np.ndarray
 
     @staticmethod
-    def draw(args: argparse.Namespace, sigma: float, seed: int) -> Durations:
+    def draw(args: argparse.Namespace, sigma: float, seed: int, iterations: int = 1) -> Durations:
         """Lognormal times with the given means; `sigma` 0 makes them all equal."""
         generator = np.random.default_rng(seed)
-        shape = (args.stages, args.microbatches)
+        shape = (args.stages, args.microbatches * iterations)
 
         def times(mean_ms: float) -> np.ndarray:
             return mean_ms / 1e3 * generator.lognormal(-(sigma**2) / 2, sigma, shape)
@@ -150,6 +169,8 @@ class EmulatedStage(torch.nn.Module):
     """A model chunk whose compute is a sleep."""
 
     vp_stage = None
+    share_embeddings_and_output_weights = False  # Megatron asks when it reduces gradients
+    pre_process = post_process = True
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -191,6 +212,13 @@ def settings(args: argparse.Namespace) -> list[Setting]:
     ]
 
 
+def settings_over_iterations(args: argparse.Namespace) -> list[Setting]:
+    """The conditions for several iterations: fewer seeds, since each run is as much longer."""
+    return [
+        Setting("J0", sigma, seed) for sigma in args.sigmas for seed in range(-(-args.seeds // 2))
+    ]
+
+
 def make_delays(setting: Setting, stage: int) -> jitter.Jitter | None:
     """The injected delays of one stage, None where there are none."""
     config = jitter.LEVELS[setting.level]
@@ -218,62 +246,111 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
     )
-    model = EmulatedStage(config)
     delays: jitter.Jitter | None = None
+    delayed: DelayedUpdates | None = None
+    iteration = 0
     hooks.install(hooks.jitter_hooks(lambda: delays))
-    executors = {
+    hooks.install(hooks.UPDATE_HOOKS)
+    schedules = {
         policy: StageExecutor(
             RrfpConfig(hint=policy.hint, live_limit=policy.live_limit, timeout_s=120),
             seed=1,
-            iteration=lambda: 0,
+            iteration=lambda: iteration,
             jitter=lambda: delays,
+            delayed=lambda: delayed,
         )
-        for policy in args.policies
         if policy.hint
+        else forward_backward_pipelining_without_interleaving
+        for policy in (*args.policies, *args.policies_over_iterations)
     }
 
     def run(policy: Policy, durations: Durations) -> dict[str, Any]:
-        model.times = (durations.forward[rank], durations.backward[rank])
-        model.microbatch = 0
-        schedule = executors.get(policy, forward_backward_pipelining_without_interleaving)
+        nonlocal delayed, iteration
+        stage = EmulatedStage(config)
+        stage.times = (durations.forward[rank], durations.backward[rank])
+        model, optimizer = _with_optimizer(stage) if policy.iterations > 1 else (stage, None)
+        delayed = _two_versions(policy, model, optimizer) if policy.clip else None
+        schedule = schedules[policy]
+        costs: list[BatchStatistics] = []
         dist.barrier()
         started = time.perf_counter()
-        schedule(
-            forward_step_func=_forward_step,
-            data_iterator=None,
-            model=model,
-            num_microbatches=len(model.times[0]),
-            seq_length=SEQUENCE_LENGTH,
-            micro_batch_size=1,
-        )
+        for number in range(policy.iterations):
+            iteration = number
+            if optimizer is not None:
+                model.zero_grad_buffer()
+                optimizer.zero_grad()
+            schedule(
+                forward_step_func=_forward_step,
+                data_iterator=None,
+                model=model,
+                num_microbatches=len(stage.times[0]) // policy.iterations,
+                seq_length=SEQUENCE_LENGTH,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            if policy.hint:
+                costs.append(schedule.statistics)
+            if optimizer is not None:
+                optimizer.step()
         dist.barrier()
-        mine: dict[str, Any] = {"makespan_s": time.perf_counter() - started}
-        if policy.hint:
-            costs = executors[policy].statistics
-            mine |= {"peak_live": costs.peak_live, "dispatch_s": costs.dispatch_s}
-        else:
-            mine |= {"peak_live": min(args.stages - rank, args.microbatches)}
+        mine = {
+            "makespan_s": time.perf_counter() - started,
+            "peak_live": max(
+                (one.peak_live for one in costs), default=min(args.stages - rank, args.microbatches)
+            ),
+            "dispatch_s": [seconds for one in costs for seconds in one.dispatch_s],
+        }
         everyone: list[Any] = [None] * args.stages
         dist.all_gather_object(everyone, mine)
-        dispatch = [seconds for one in everyone for seconds in one.get("dispatch_s", ())]
+        dispatch = [seconds for one in everyone for seconds in one["dispatch_s"]]
         return {
             "makespan_s": max(one["makespan_s"] for one in everyone),
             "peak_live": max(one["peak_live"] for one in everyone),
             "dispatch_us": statistics.median(dispatch) * 1e6 if dispatch else None,
         }
 
-    warm_up = Durations(*(np.zeros((args.stages, 2 * args.stages)) for _ in range(2)))
-    for policy in args.policies:
-        run(policy, warm_up)
-    for setting in settings(args):
-        durations = Durations.draw(args, setting.sigma, setting.seed)
-        for policy in args.policies:
-            delays = make_delays(setting, rank)  # afresh: it learns how long tasks take
-            outcome = run(policy, durations)
-            if rank == 0:
-                results.put((setting, policy, durations.floor, outcome))
+    def measure_all(policies: Sequence[Policy], settings: list[Setting]) -> None:
+        nonlocal delays
+        for policy in policies:  # connects, and warms up
+            shape = (args.stages, 2 * args.stages * policy.iterations)
+            run(policy, Durations(np.zeros(shape), np.zeros(shape)))
+        for setting in settings:
+            iterations = policies[0].iterations
+            durations = Durations.draw(args, setting.sigma, setting.seed, iterations)
+            for policy in policies:
+                delays = make_delays(setting, rank)  # afresh: it learns how long tasks take
+                outcome = run(policy, durations)
+                if rank == 0:
+                    results.put((setting, policy, durations.floor, outcome))
+
+    measure_all(args.policies, settings(args))
+    if args.policies_over_iterations:
+        measure_all(args.policies_over_iterations, settings_over_iterations(args))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _with_optimizer(stage: EmulatedStage) -> tuple[Any, Any]:
+    """The stage as Megatron wraps it, and Megatron's optimizer, which clips by all stages' norm."""
+    stage.config.finalize_model_grads_func = finalize_model_grads
+    model = DistributedDataParallel(stage.config, DistributedDataParallelConfig(), stage)
+    # Megatron sets this, once, where it trains; every run here has a model of its own.
+    stage.config.no_sync_func = model.no_sync
+    settings = OptimizerConfig(optimizer="sgd", lr=1e-3, clip_grad=1.0)
+    return model, get_megatron_optimizer(settings, [model])
+
+
+def _two_versions(policy: Policy, model: Any, optimizer: Any) -> DelayedUpdates:
+    assert policy.clip is not None
+    clip_by(policy.clip, optimizer)
+    return DelayedUpdates(
+        Pipedream2bwConfig(clip=policy.clip),
+        [model],
+        optimizer,
+        end=policy.iterations,
+        batch_size=lambda _: len(model.module.times[0]) // policy.iterations,
+        two_gradient_buffers=policy.clip == "exact",
+    )
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
@@ -287,6 +364,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
         _rank_main, (args, port, results), nprocs=args.stages, join=False, start_method="spawn"
     )
     total = len(settings(args)) * len(args.policies)
+    total += len(settings_over_iterations(args)) * len(args.policies_over_iterations)
     bar = progress.add_task("emulated batches", total=total)
     runs: list[tuple[Setting, Policy, float, dict[str, Any]]] = []
     while len(runs) < total:
@@ -298,15 +376,18 @@ def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
     while not processes.join(timeout=10):
         pass
     makespans = {(setting, policy): o["makespan_s"] for setting, policy, _, o in runs}
-    reference = args.policies[0]
     records = []
     for level, sigma in itertools.product(args.jitter_levels, args.sigmas):
-        for policy in args.policies:
+        for policy in (*args.policies, *args.policies_over_iterations):
+            several = policy.iterations > 1
+            reference = (args.policies_over_iterations if several else args.policies)[0]
             mine = [
                 (setting, floor, outcome)
                 for setting, other, floor, outcome in runs
                 if (setting.level, setting.sigma, other) == (level, sigma, policy)
             ]
+            if not mine:
+                continue
             outcomes = [outcome for *_, outcome in mine]
             speedups = [
                 makespans[setting, reference] / outcome["makespan_s"]
@@ -322,6 +403,9 @@ def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
                 "live_limit": policy.live_limit,
                 "sigma": sigma,
                 "jitter": level,
+                "iterations": policy.iterations,
+                "pipedream_2bw": policy.clip is not None,
+                "clip": policy.clip,
                 "peak_live": max(outcome["peak_live"] for outcome in outcomes),
                 "dispatch_us": statistics.median(dispatch) if dispatch else None,
                 "floor_s": statistics.median(floor for _, floor, _ in mine),
@@ -357,7 +441,7 @@ def show(records: list[dict[str, Any]], console: Console) -> None:
                 continue
             dispatch = record["dispatch_us"]
             table.add_row(
-                f"{record['hint']} {record['live_limit']}",
+                _name(record),
                 f"{record['makespan_s'] * 1e3:.0f}",
                 "{speedup:.3f} ({speedup_min:.3f} to {speedup_max:.3f})".format(**record),
                 f"{record['floor_ratio']:.1%}",
@@ -365,7 +449,18 @@ def show(records: list[dict[str, Any]], console: Console) -> None:
                 "-" if dispatch is None else f"{dispatch:.1f}",
             )
         console.print(table)
-        _show_slowdowns([record for record in records if record["sigma"] == sigma], console)
+        _show_slowdowns(
+            [r for r in records if r["sigma"] == sigma and r["iterations"] == 1], console
+        )
+
+
+def _name(record: dict[str, Any]) -> str:
+    name = f"{record['hint']} {record['live_limit']}"
+    if record["pipedream_2bw"]:
+        name += f" + 2BW, clip {record['clip']}"
+    if record["iterations"] > 1:
+        name += f", {record['iterations']} iterations"
+    return name
 
 
 def _show_slowdowns(records: list[dict[str, Any]], console: Console) -> None:
@@ -381,7 +476,7 @@ def _show_slowdowns(records: list[dict[str, Any]], console: Console) -> None:
         table.add_column(level, justify="right")
     cells: dict[str, dict[str, str]] = {}
     for record in records:
-        policy = f"{record['hint']} {record['live_limit']}"
+        policy = _name(record)
         cells.setdefault(policy, {})[record["jitter"]] = (
             "{slowdown:.1%} ({slowdown_min:.1%} to {slowdown_max:.1%})".format(**record)
         )
@@ -402,6 +497,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.3])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
+        "--iterations",
+        type=int,
+        default=10,
+        help="iterations with optimizer steps, flushed and with two weight versions; 0 for none",
+    )
+    parser.add_argument(
         "--jitter-levels",
         nargs="*",
         metavar="LEVEL",
@@ -415,6 +516,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if any(not math.isfinite(sigma) or sigma < 0 for sigma in args.sigmas):
         parser.error("--sigmas are finite and not negative")
     args.policies = POLICIES
+    if args.jitter_levels is not None:
+        args.iterations = 0
+    args.policies_over_iterations = policies_over(args.iterations) if args.iterations > 1 else ()
     if args.jitter_levels is None:
         args.jitter_levels = ["J0"]
     else:  # J0 is what the others are compared with
@@ -432,7 +536,14 @@ def main() -> int:
     if args.json:
         settings = {
             name: getattr(args, name)
-            for name in ("stages", "microbatches", "forward_ms", "backward_ms", "seeds")
+            for name in (
+                "stages",
+                "microbatches",
+                "forward_ms",
+                "backward_ms",
+                "seeds",
+                "iterations",
+            )
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(

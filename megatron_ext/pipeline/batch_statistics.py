@@ -81,6 +81,8 @@ class BatchStatistics:
     """When nothing was ready."""
     reductions: list[Span] = field(default_factory=list)
     """When gradients were reduced after the last task."""
+    updates: list[Span] = field(default_factory=list)
+    """When an update computed between tasks, where it runs beside the next batch."""
     sent: list[MessageTime] = field(default_factory=list)
     arrived: list[MessageTime] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)

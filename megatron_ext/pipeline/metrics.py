@@ -48,6 +48,9 @@ class Interval:
         self.message_age_s += batch.message_ages_s()
         for (kind, *_), started, ended in batch.tasks:
             self.tasks_s.setdefault(kind, []).append(ended - started)
+        if batch.updates:
+            seconds = sum(span.seconds for span in batch.updates)
+            self.tasks_s.setdefault(Kind.UPDATE, []).append(seconds)
 
     def figures(self) -> list[float]:
         """One number per entry of `FIGURES`, before the busy time becomes a bubble fraction."""

@@ -329,7 +329,7 @@ class StageExecutor:
             self._whereabouts.updating = delayed.updating
             if delayed.ready:
                 self._whereabouts.running = Task(Kind.UPDATE, 0)
-                with run.statistics.timed(run.statistics.reductions):
+                with run.statistics.timed(run.statistics.updates):
                     done = delayed.drive()
                 self._whereabouts.running = None
                 if done:

@@ -179,6 +179,8 @@ def batch_events(
         events.slice(_TASKS, "wait", started, ended)
     for started, ended in statistics.reductions:
         events.slice(_TASKS, "reduce gradients", started, ended)
+    for started, ended in statistics.updates:
+        events.slice(_TASKS, "update", started, ended)
     _add_messages(events, statistics)
     # A rank on which nothing was ever ready leaves its decisions to another rank of its group.
     if any(ready for _, ready, _ in statistics.loads):

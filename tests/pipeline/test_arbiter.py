@@ -75,7 +75,7 @@ READINESS_DRIVEN = [name for name, hint in HINTS.items() if not hint.fixed_order
 
 def check_complete_and_ordered(outcome: Outcome, case: Case) -> None:
     assert outcome.finished
-    kinds = Kind if HINTS[case.hint].splits_weight else (FORWARD, BACKWARD)
+    kinds = (FORWARD, BACKWARD, WEIGHT) if HINTS[case.hint].splits_weight else (FORWARD, BACKWARD)
     for order in outcome.orders:
         assert len(order) == len(kinds) * case.chunks * case.microbatches
         for kind in kinds:
@@ -222,7 +222,7 @@ class MiddleStage(RuleBasedStateMachine):
         self.arbiter = Arbiter(place, HINTS[hint](place))
         self.arrived: set[Task] = set()
         self.done: dict[tuple[Kind, int], int] = {
-            (kind, chunk): 0 for kind in Kind for chunk in range(self.chunks)
+            (kind, chunk): 0 for kind in (FORWARD, BACKWARD, WEIGHT) for chunk in range(self.chunks)
         }
 
     @rule(
@@ -259,7 +259,7 @@ class MiddleStage(RuleBasedStateMachine):
     def agrees_with_the_model(self) -> None:
         if not hasattr(self, "arbiter"):
             return
-        total = {kind: sum(self.done[kind, c] for c in range(self.chunks)) for kind in Kind}
+        total = {kind: sum(self.done[kind, c] for c in range(self.chunks)) for kind, _ in self.done}
         live = total[FORWARD] - total[WEIGHT if self.splits else BACKWARD]
         assert self.arbiter.live == live <= self.limit * self.chunks
         finished = total[WEIGHT if self.splits else BACKWARD] == self.microbatches * self.chunks
