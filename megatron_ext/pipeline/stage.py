@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
@@ -35,6 +34,7 @@ from megatron_ext.pipeline.agreement import Agreement, AgreementError, Alone, ag
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.batch import Batch, Chunk, GradientSync, Run
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime
+from megatron_ext.pipeline.compute import Compute
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit
@@ -201,6 +201,13 @@ class StageExecutor:
         self._random_states = RandomStates(self._seed, self._device)
         self._agreement: Agreement = agree(groups, len(models), self.config.timeout_s)
         self._shares_tasks = not isinstance(self._agreement, Alone)
+        self._compute = Compute(
+            self._stage,
+            self._depth,
+            random_states=self._random_states,
+            take_input=self._input,
+            send=self._send,
+        )
         self._whereabouts = Whereabouts(
             self._stage, ranks, self._agreement, self._iteration, self.config.timeout_s
         )
@@ -403,130 +410,12 @@ class StageExecutor:
 
     def run_task(self, task: Task, run: Run) -> None:
         """Run one task on its model chunk and hand its result to the neighbour."""
-        chunk = run.chunks[task.chunk]
-        # Where another batch follows at once, its update sees to the reductions.
-        last = task.microbatch == run.batch.end - 1 and not self._is_delayed(run)
-        if task.kind is WEIGHT:
-            chunk.weight_gradients.run(last)
-            if last:
-                self._chunk_done(run, chunk)
-            return
-        splitting = chunk.weight_gradients.collect() if run.splits_weight else _NOTHING
-        with splitting:
-            if task.kind is FORWARD:
-                self._forward(task, run, chunk)
-                return
-            # Megatron's own rule: stages but the first reduce in the bubble at the end.
-            alone = run.place.chunks == 1
-            if last and alone and (run.config.grad_sync_func is None or self._stage == 0):
-                chunk.gradient_sync.enable()
-            self._backward(task, run, chunk)
-        if run.splits_weight:
-            chunk.weight_gradients.seal()
-        elif last:
-            self._chunk_done(run, chunk)
+        # Where another batch follows at once, the update sees to the reductions.
+        self._compute.run(task, run, reduces=not self._is_delayed(run))
 
     def _is_delayed(self, run: Run) -> bool:
         delayed = None if run.forward_only else self._delayed()
         return delayed is not None and delayed.delays(run.batch.iteration)
-
-    def _chunk_done(self, run: Run, chunk: Chunk) -> None:
-        """Start the reduction of a chunk whose gradients are complete, where there are several.
-
-        Chunks are done in the same order on every data-parallel replica, last one first, because
-        each needs the gradients of the one after it. Single parameters are not: a replica may run
-        a weight task of one chunk before or after the last backward of another, so reductions
-        may not be left to the hooks of parameters here.
-        """
-        if run.place.chunks > 1 and run.config.no_sync_func is not None:
-            chunk.gradient_sync.enable()
-            chunk.model.start_grad_sync()
-
-    def _forward(self, task: Task, run: Run, chunk: Chunk) -> None:
-        batch = run.batch_of(task)
-        microbatch = task.microbatch - batch.first
-        starts, ends = self._starts(task), self._ends(task, run)
-        input_tensor = None if starts else self._input(task, run)
-        several = run.place.chunks > 1
-        if several and microbatch == 0:
-            self._gather_parameters(run, task.chunk + 1)
-        self._random_states.begin(batch.iteration, microbatch, task.chunk)
-        output, num_tokens = schedules.forward_step(
-            run.forward_step_func,
-            chunk.data_iterator,
-            chunk.model,
-            batch.microbatches,
-            input_tensor,
-            batch.losses,
-            run.config,
-            cp_group_size=run.groups.cp.size(),
-            collect_non_loss_data=run.collect_non_loss_data,
-            checkpoint_activations_microbatch=self._checkpoints(task, run),
-            is_first_microbatch=schedules.check_first_val_step(
-                run.first_val_step, run.forward_only, microbatch == 0
-            ),
-            current_microbatch=microbatch,
-            vp_stage=task.chunk if several else None,
-            is_last_stage=ends,
-        )
-        if run.config.calculate_per_token_loss:
-            batch.total_num_tokens += num_tokens
-        result = output.detach()
-        if not run.forward_only:
-            chunk.inputs[task.microbatch] = input_tensor
-            chunk.outputs[task.microbatch] = output
-            # The result holds the output's memory; the graph needs only its history.
-            schedules.deallocate_output_tensor(output, run.config.deallocate_pipeline_outputs)
-        if not ends:
-            wraps = self._stage == self._depth - 1
-            self._send(Direction.FORWARD, task, task.chunk + wraps, run, result)
-
-    def _gather_parameters(self, run: Run, chunk: int) -> None:
-        """Start to gather a chunk's parameters while the one before it first runs."""
-        functions = None if run.forward_only else run.config.param_sync_func
-        if isinstance(functions, list) and chunk < len(functions):
-            functions[chunk](run.chunks[chunk].model.parameters())
-
-    def _backward(self, task: Task, run: Run, chunk: Chunk) -> None:
-        gradient = None if self._ends(task, run) else self._input(task, run)
-        input_gradient = schedules.backward_step(
-            chunk.inputs.pop(task.microbatch),
-            chunk.outputs.pop(task.microbatch),
-            gradient,
-            run.config,
-        )
-        if not self._starts(task):
-            wraps = self._stage == 0
-            self._send(Direction.BACKWARD, task, task.chunk - wraps, run, input_gradient)
-
-    def _starts(self, task: Task) -> bool:
-        """Whether the model begins with the task's chunk."""
-        return self._stage == 0 and task.chunk == 0
-
-    def _ends(self, task: Task, run: Run) -> bool:
-        """Whether the model ends with the task's chunk."""
-        return self._stage == self._depth - 1 and task.chunk == run.place.chunks - 1
-
-    def _checkpoints(self, task: Task, run: Run) -> bool | None:
-        """Whether all layers of this forward are checkpointed, where only some are to be.
-
-        Megatron's own rule, whatever the order here: as many forwards as 1F1B may have under way
-        on this stage form a window, and the last ones of each window are checkpointed.
-        """
-        partial = run.config.num_microbatches_with_partial_activation_checkpoints
-        if partial is None:
-            return None
-        place, batch = run.place, run.batch_of(task)
-        number, microbatches = task.microbatch - batch.first, batch.microbatches
-        ahead = place.depth - place.stage - 1
-        if place.chunks > 1:
-            size = run.config.microbatch_group_size_per_vp_stage
-            first = number // size * size
-            in_group = min(size, microbatches - first)
-            number += (place.chunks - 1) * first + task.chunk * in_group
-            ahead = 2 * ahead + (place.chunks - 1) * size
-        window = min(ahead, microbatches * place.chunks) + 1
-        return bool(number % window >= partial)
 
     def _start_remaining_reductions(self, run: Run) -> None:
         """As Megatron's schedules do after the last task, for what has not started yet."""
