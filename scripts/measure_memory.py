@@ -9,6 +9,8 @@ weights, gradient buffers, optimizer states and saved activations, each piece of
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import socket
@@ -104,8 +106,8 @@ def _rank_main(rank: int, argv: list[str], port: int, queue: Any) -> None:
     figures: dict[str, int] = {}
     schedules.forward_step, schedules.backward_step = forward, backward
     training.train_step = step
-    sys.stdout = open(os.devnull, "w")
-    __main__.main(["--cpu", *argv])
+    with contextlib.redirect_stdout(io.StringIO()):
+        __main__.main(["--cpu", *argv])
     figures["peak live"] = max(peaks, default=peak)
     figures["activations"] = max(per_microbatch, default=0) * figures["peak live"]
     queue.put((rank, figures))

@@ -80,17 +80,16 @@ class ErrorFeedback:
     def _with_history_among_its_keys(self, original: type[Any], inner: Any) -> type[Any]:
         """Megatron's distributed optimizer, saving the last update too: it lists what it saves."""
 
+        plain: Any = original
+
         def keys(one: Any) -> tuple[str, ...]:
-            names: tuple[str, ...] = super(mended, one).optimizer_state_keys
+            names: tuple[str, ...] = plain.optimizer_state_keys.fget(one)
             held = self.expects_history or any(KEY in state for state in inner.state.values())
             return (*names, KEY) if held else names
 
-        def dtype(one: Any, key: str) -> torch.dtype:
-            found: torch.dtype = super(mended, one)._get_state_key_dtype(key)
-            return found
-
         def dtype_of(one: Any, key: str) -> torch.dtype:
-            return torch.float32 if key == KEY else dtype(one, key)
+            found: torch.dtype = plain._get_state_key_dtype(one, key)
+            return torch.float32 if key == KEY else found
 
         mended: type[Any] = type(
             original.__name__,
