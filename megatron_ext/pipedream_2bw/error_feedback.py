@@ -79,7 +79,6 @@ class ErrorFeedback:
 
     def _with_history_among_its_keys(self, original: type[Any], inner: Any) -> type[Any]:
         """Megatron's distributed optimizer, saving the last update too: it lists what it saves."""
-
         plain: Any = original
 
         def keys(one: Any) -> tuple[str, ...]:
