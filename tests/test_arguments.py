@@ -1,10 +1,19 @@
 from __future__ import annotations
 
 import argparse
+import re
+from typing import Any
 
 import pytest
 
-from megatron_ext.arguments import RrfpConfig, add_arguments, complete, describe, rrfp_config
+from megatron_ext.arguments import (
+    RrfpConfig,
+    add_arguments,
+    complete,
+    describe,
+    pipedream_2bw_config,
+    rrfp_config,
+)
 from megatron_ext.errors import UsageError
 
 
@@ -76,3 +85,38 @@ def test_flags_come_along_where_megatron_reads_its_arguments_from_a_file() -> No
     args = argparse.Namespace(pipeline_model_parallel_size=2)
     complete(args, ["--yaml-cfg", "run.yaml", "--pipeline-schedule", "rrfp"])
     assert rrfp_config(args) == RrfpConfig()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"pipeline_schedule": "megatron"}, "--pipedream-2bw needs --pipeline-schedule rrfp"),
+        ({"rrfp_hint": "1f1b"}, "--pipedream-2bw does not go with --rrfp-hint 1f1b"),
+        ({"overlap_param_gather": True}, "--pipedream-2bw does not support --overlap-param-gather"),
+        ({"fp16": True, "pipedream_2bw_clip": "off"}, "does not go with --fp16"),
+        ({"pipedream_2bw_error_feedback": -1.0}, "--pipedream-2bw-error-feedback -1.0"),
+        ({"pipedream_2bw_start_iteration": "soon"}, "--pipedream-2bw-start-iteration soon"),
+        ({"pipedream_2bw_start_iteration": "1.5"}, "is a fraction of --train-iters"),
+        ({"pipedream_2bw_end_iteration": "0"}, "--pipedream-2bw-end-iteration 0 is not after"),
+        ({"pipedream_2bw": False, "pipedream_2bw_clip": "off"}, "does nothing without"),
+    ],
+)
+def test_two_weight_versions_are_checked(changes: dict[str, Any], complaint: str) -> None:
+    args = _parse_2bw()
+    vars(args).update(changes)
+    with pytest.raises(UsageError, match=re.escape(complaint)):
+        pipedream_2bw_config(args)
+
+
+def test_a_fraction_of_the_run() -> None:
+    args = _parse_2bw(
+        "--pipedream-2bw-start-iteration", "0.1", "--pipedream-2bw-end-iteration", "9"
+    )
+    config = pipedream_2bw_config(args)
+    assert config is not None
+    assert (config.start_iteration, config.end_iteration) == (2, 9)
+
+
+def _parse_2bw(*flags: str) -> argparse.Namespace:
+    words = ("--pipeline-schedule", "rrfp", "--pipedream-2bw", *flags)
+    return parse(*words, fp16=False, train_iters=20)
