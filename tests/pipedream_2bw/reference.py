@@ -38,6 +38,9 @@ def install(
         for one in _leaves(optimizer):
             if one.optimizer is not None:
                 _feed_back(one.optimizer, coefficient, start, delayed)
+            if getattr(one, "grad_scaler", None) is not None:
+                one.grad_scaler = _OlderScale(one.grad_scaler)
+                state.setdefault("scalers", []).append(one.grad_scaler)
         step = optimizer.step
 
         def stepping() -> Any:
@@ -54,6 +57,8 @@ def install(
         @functools.wraps(schedule)
         def on_its_version(**call: Any) -> Any:
             iteration = get_args().curr_iteration
+            for scaler in () if call["forward_only"] else state.get("scalers", ()):
+                scaler.begin(older=delayed(iteration) and iteration > start)
             if call["forward_only"] or not delayed(iteration) or iteration == start:
                 return schedule(**call)
             _paste(state["older"], state["parameters"])
@@ -65,6 +70,25 @@ def install(
 
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.get_forward_backward_func = get_forward_backward_func
+
+
+class _OlderScale:
+    """Scales and unscales a batch by the scale that was the newest when its weights were."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._history: list[torch.Tensor] = []
+
+    def begin(self, older: bool) -> None:
+        self._history.append(self._scaler.scale.clone())
+        self.scale = self._history[-2 if older else -1]
+
+    @property
+    def inv_scale(self) -> torch.Tensor:
+        return self.scale.double().reciprocal().float()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scaler, name)
 
 
 def _feed_back(inner: Any, coefficient: float, start: int, delayed: Any) -> None:

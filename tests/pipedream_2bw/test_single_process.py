@@ -29,7 +29,8 @@ PIPELINES = {
 def weights(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags that start a run, of any layout, from the same weights."""
     folder = tmp_path_factory.mktemp("weights")
-    train_well(corpus, 1, [*MODEL.split(), "--save", str(folder), "--exit-interval", "1"])
+    save = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
+    train_well(corpus, 1, [*MODEL.split(), *save])
     return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
 
 
