@@ -1,0 +1,179 @@
+"""From rows of text cells to a history: what CSV and JSON lines have in common.
+
+Only the columns that are needed become numbers, and rows are taken one at a time, so that a long
+file costs a few bytes per row.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megatron_ext.collapse.arrays import Floats
+from megatron_ext.collapse.history import RawHistory
+from megatron_ext.collapse.sources import columns
+from megatron_ext.collapse.sources.number import parse_number
+from megatron_ext.collapse.sources.options import SourceOptions, same_value
+from megatron_ext.errors import UsageError
+
+MOST_RUNS = 50
+"""A text column with more values than this tells no runs apart: a date, for example."""
+
+
+class RowReader:
+    """Takes the rows of a table and builds a history.
+
+    Args:
+        source: the file's name.
+        names: the columns, in the order of each row's cells.
+        options: what the user wants of it.
+
+    Raises:
+        UsageError: A column that is needed is missing or ambiguous.
+    """
+
+    def __init__(self, source: str, names: Sequence[str], options: SourceOptions) -> None:
+        self._source = source
+        self._names = list(names)
+        self._where = [(self._index(name), value) for name, value in options.where.items()]
+        loss = columns.find_loss(source, names, options.column)
+        steps = columns.find_steps(names) if options.axis is None else options.axis
+        tokens = columns.find_tokens(names)
+        if steps is None and tokens is None:
+            raise UsageError(
+                f"{source}: no column of steps or tokens among {columns.listed(names)}: "
+                "choose with --axis"
+            )
+        roles = {"loss": loss, "step": steps or tokens, "tokens": tokens}
+        roles |= columns.find_extras([name for name in names if name != loss])
+        self._split = columns.split_of(loss)
+        self._end_column = columns.find_end(names)
+        self._roles = {role: self._index(name) for role, name in roles.items() if name is not None}
+        self._values = {role: array("d") for role in self._roles}
+        used = set(self._roles.values())
+        self._rest = [i for i in range(len(names)) if i not in used]
+        self._constant: dict[int, str] = {}
+        self._varies: dict[int, set[str]] = {}
+        self._skipped = 0
+
+    def add(self, cells: Sequence[str], line: int) -> None:
+        """Take one row in; one that another run's or that has no loss is passed over.
+
+        Args:
+            cells: one text per column; an empty one is a missing value.
+            line: its line in the file, from 1.
+
+        Raises:
+            UsageError: A step, token count or loss is no number.
+        """
+        for index, value in self._where:
+            if not same_value(cells[index], value):
+                return
+        loss = cells[self._roles["loss"]]
+        step = cells[self._roles["step"]]
+        if not loss.strip() or not step.strip():
+            self._skipped += 1
+            return
+        for role, index in self._roles.items():
+            cell = cells[index]
+            if not cell.strip():
+                number = math.nan
+            elif role in ("loss", "step", "tokens"):
+                place = f"{self._source}, line {line}, column {self._names[index]!r}"
+                number = parse_number(cell, place)
+                if role != "loss" and not math.isfinite(number):
+                    raise UsageError(f"{place}: {cell.strip()} is no step")
+            else:
+                number = _lenient(cell)
+            self._values[role].append(number)
+        self._watch(cells)
+
+    def add_all(self, rows: Iterable[tuple[int, Sequence[str]]]) -> None:
+        """Take rows of (line, cells) in."""
+        for line, cells in rows:
+            self.add(cells, line)
+
+    def history(self) -> RawHistory:
+        """What the rows held.
+
+        Raises:
+            UsageError: Nothing, or several runs.
+        """
+        values: dict[str, Floats] = {
+            role: np.frombuffer(numbers, dtype=np.float64).copy() if numbers else np.empty(0)
+            for role, numbers in self._values.items()
+        }
+        steps, losses = values.pop("step"), values.pop("loss")
+        if steps.size == 0:
+            wanted = ",".join(f"{self._names[i]}={value}" for i, value in self._where)
+            detail = f" where {wanted}" if wanted else ""
+            raise UsageError(f"{self._source}: no row with a step and a loss{detail}")
+        self._refuse_several_runs(steps)
+        tokens = values.pop("tokens", None)
+        if tokens is not None and not np.isfinite(tokens).all():
+            tokens = None
+        metadata = {self._names[i]: text for i, text in self._constant.items()}
+        # A column that is repeated in every row is a setting even if it has a role.
+        for role in ("lr", "batch_size"):
+            column = values.get(role)
+            if column is not None and np.isfinite(column).all() and np.ptp(column) == 0:
+                metadata.setdefault(self._names[self._roles[role]], repr(float(column[0])))
+        end = metadata.get(self._end_column) if self._end_column else None
+        return RawHistory(
+            source=self._source,
+            steps=steps,
+            losses=losses,
+            tokens=tokens,
+            extras=values,
+            metadata=metadata,
+            split="validation" if metadata.get("split", "").startswith("val") else self._split,
+            end_step=None if end is None else _lenient(end),
+        )
+
+    def _index(self, name: str) -> int:
+        if name not in self._names:
+            raise UsageError(
+                f"{self._source}: no column {name!r}; there are {columns.listed(self._names)}"
+            )
+        return self._names.index(name)
+
+    def _watch(self, cells: Sequence[str]) -> None:
+        """Note which of the other columns stay the same, and the texts of those that do not."""
+        if not self._constant and not self._varies:
+            self._constant = {i: cells[i] for i in self._rest}
+            return
+        for i in list(self._constant):
+            if cells[i] != self._constant[i]:
+                self._varies[i] = {self._constant.pop(i)}
+        for i, seen in self._varies.items():
+            if len(seen) <= MOST_RUNS:
+                seen.add(cells[i])
+
+    def _refuse_several_runs(self, steps: Floats) -> None:
+        if not (np.diff(steps) <= 0).any():
+            return
+        apart = {
+            self._names[i]: sorted(seen)
+            for i, seen in self._varies.items()
+            if len(seen) <= MOST_RUNS and not all(map(_is_number, seen))
+        }
+        if apart:
+            name, seen = next(iter(apart.items()))
+            raise UsageError(
+                f"{self._source}: holds several runs, {name!r} is one of {columns.listed(seen)}: "
+                f"choose with --where {name}={seen[0]}"
+            )
+
+
+def _lenient(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _is_number(text: str) -> bool:
+    return not text.strip() or not math.isnan(_lenient(text))
