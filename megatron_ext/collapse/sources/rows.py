@@ -82,10 +82,7 @@ class RowReader:
             if not cell.strip():
                 number = math.nan
             elif role in ("loss", "step", "tokens"):
-                place = f"{self._source}, line {line}, column {self._names[index]!r}"
-                number = parse_number(cell, place)
-                if role != "loss" and not math.isfinite(number):
-                    raise UsageError(f"{place}: {cell.strip()} is no step")
+                number = self._number(cell, line, index, role)
             else:
                 number = _lenient(cell)
             self._values[role].append(number)
@@ -132,6 +129,18 @@ class RowReader:
             split="validation" if metadata.get("split", "").startswith("val") else self._split,
             end_step=None if end is None else _lenient(end),
         )
+
+    def _number(self, cell: str, line: int, index: int, role: str) -> float:
+        if "_" not in cell:
+            try:
+                number = float(cell)
+                if role == "loss" or math.isfinite(number):
+                    return number
+            except ValueError:
+                pass
+        place = f"{self._source}, line {line}, column {self._names[index]!r}"
+        parse_number(cell, place)
+        raise UsageError(f"{place}: {cell.strip()} is no step")
 
     def _index(self, name: str) -> int:
         if name not in self._names:

@@ -27,9 +27,7 @@ def read_tensorboard(path: Path, options: SourceOptions) -> RawHistory:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
-        raise UsageError(
-            f"{path}: to read TensorBoard's files: pip install tensorboard"
-        ) from None
+        raise UsageError(f"{path}: to read TensorBoard's files: pip install tensorboard") from None
     # It warns, with its own prefix, of a file that ends in the middle of a record.
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     try:

@@ -146,7 +146,7 @@ def _read_history(items: Any, points: dict[str, tuple[list[float], list[float]]]
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             value = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(
-                value if isinstance(value, str) else "", None
+                value if isinstance(value, str) else ""
             )
         if value is not None:
             values[name] = float(value)
