@@ -90,7 +90,7 @@ class Alignment:
         innovation = loss / self._unit - self._mean @ at
         most = OUTLIER * math.sqrt(variance)
         gain = self._covariance @ at / variance
-        self._mean = self._mean + gain * min(max(innovation, -most), most)
+        self._mean = self._mean + gain * min(max(float(innovation), -most), most)
         self._covariance = self._covariance - np.outer(gain, at @ self._covariance)
 
     @property

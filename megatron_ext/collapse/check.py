@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,11 @@ class CheckConfig:
         given: controls of the run that the user states.
     """
 
-    monitor: MonitorConfig = MonitorConfig()
-    tolerances: Tolerances = Tolerances()
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    tolerances: Tolerances = field(default_factory=Tolerances)
     force: bool = False
     smooth_steps: float = SMOOTH_STEPS
-    given: Controls = Controls()
+    given: Controls = field(default_factory=Controls)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""Whether a reference may be used for a run: the same schedule, TPP and tau, and a curve that
-collapses onto it.
-"""
+"""Whether a reference may be used for a run: same schedule, TPP and tau, and it collapses."""
 
 from __future__ import annotations
 

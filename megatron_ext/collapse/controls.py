@@ -106,7 +106,8 @@ def controls_of(history: History) -> tuple[Controls, list[str]]:
     elif batch:
         tokens = batch * history.end
     lr_peak = _first_number(texts, "lr_peak", "peak_lr", "max_lr", "lr", "learning_rate")
-    schedule = _megatron_schedule(texts, lr_peak) or _stated_schedule(texts, history.end)
+    schedule: Schedule | None = _megatron_schedule(texts, lr_peak)
+    schedule = schedule or _stated_schedule(texts, history.end)
     rates = history.extras.get("lr")
     if rates is not None and schedule is None:
         schedule, left_out = sample_schedule(history.fractions, rates, lr_peak)
@@ -200,7 +201,7 @@ def _megatron_schedule(texts: Mapping[str, str], peak: float | None) -> NamedSch
 
 
 def _stated_schedule(texts: Mapping[str, str], end: float) -> NamedSchedule | None:
-    """A schedule that a column states by name, such as ``linear`` with a number of warm-up steps."""
+    """A schedule that a column states by name, with another for the warm-up."""
     stated = texts.get("schedule", texts.get("lr_schedule", "")).lower()
     style = next((style for style in ("cosine", "linear") if style == stated), None)
     if style is None and stated.endswith("-linear"):

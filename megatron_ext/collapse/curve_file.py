@@ -161,7 +161,7 @@ def _schedule_to_json(schedule: Schedule) -> dict[str, Any]:
 def _controls(fields: Any, name: str) -> Controls:
     if not isinstance(fields, dict):
         raise UsageError(f"{name}: 'controls' is no object")
-    known = {
+    known: dict[str, Any] = {
         key: math.inf if fields[key] == "inf" else _number(fields, key, name)
         for key in Controls.__dataclass_fields__
         if key != "schedule" and fields.get(key) is not None

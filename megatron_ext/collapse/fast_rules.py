@@ -60,11 +60,11 @@ class FastRules:
             # To the next renewal in one piece where nothing in it stands out.
             behind = min(position + REFRESH - self._fresh, losses.size)
             piece = losses[position:behind]
-            if not self._above and not self._broken and bool((piece <= self._limit).all()):
-                if np.isfinite(piece).all():
-                    self._accept(piece)
-                    position = behind
-                    continue
+            plain = bool((np.isfinite(piece) & (piece <= self._limit)).all())
+            if plain and not self._above and not self._broken:
+                self._accept(piece)
+                position = behind
+                continue
             for i in range(position, behind):
                 alarm = self._single(float(t[i]), int(steps[i]), float(losses[i]))
                 if alarm is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,8 @@ def read_wandb_api(name: str, options: SourceOptions) -> RawHistory:
         raise UsageError(f"{name}: is not wandb:ENTITY/PROJECT/RUN_ID")
     try:
         run = wandb.Api().run(path)
-        known = [key for key in run.summary.keys() if not key.startswith("_")]  # noqa: SIM118
+        summary: Any = run.summary
+        known = [key for key in summary.keys() if not key.startswith("_")]  # noqa: SIM118
         loss = columns.find_loss(name, known, options.column)
         extras = list(columns.find_extras([key for key in known if key != loss]).values())
         points: dict[str, tuple[list[float], list[float]]] = {}

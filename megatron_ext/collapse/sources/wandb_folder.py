@@ -24,6 +24,7 @@ from megatron_ext.errors import UsageError
 _BLOCK_BYTES = 32768
 _HEADER = struct.Struct("<IHB")
 _FILE_HEADER = struct.Struct("<4sHB")
+_NO_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
@@ -59,7 +60,7 @@ def read_wandb(path: Path, options: SourceOptions) -> RawHistory:
     """
     try:
         from google.protobuf.message import DecodeError
-        from wandb.proto import wandb_internal_pb2
+        from wandb.proto import wandb_internal_pb2 as messages
     except ImportError:
         raise UsageError(f"{path}: to read wandb's files: pip install wandb") from None
     points: dict[str, tuple[list[float], list[float]]] = {}
@@ -69,7 +70,7 @@ def read_wandb(path: Path, options: SourceOptions) -> RawHistory:
         records = _Records(file, str(path))
         for count, data in enumerate(records):
             try:
-                record = wandb_internal_pb2.Record.FromString(data)
+                record = messages.Record.FromString(data)
             except DecodeError:
                 records.damage = f"record {count + 1} is damaged"
                 break
@@ -123,7 +124,8 @@ class _Records:
             if len(data) < length:
                 self.damage = "the file ends in the middle of a record"
                 return
-            if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST):
+            if kind not in (_NO_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_WHOLE, _FIRST, _MIDDLE, _LAST):
                 self.damage = f"a record of unknown kind {kind} at byte {position}"
                 return
             if zlib.crc32(bytes([kind]) + data) != checksum:
