@@ -76,8 +76,9 @@ def tau_for(tpp: float) -> float:
 
 
 def default_lr(params: float) -> float:
-    """A peak learning rate for AdamW without muP: 0.003239 - 0.0001395 ln N (arXiv 2001.08361,
-    Appendix D.6), not below 1e-5.
+    """A peak learning rate for AdamW without muP, not below 1e-5.
+
+    0.003239 - 0.0001395 ln N, after arXiv 2001.08361, Appendix D.6.
     """
     return max(0.003239 - 0.0001395 * math.log(params), 1e-5)
 

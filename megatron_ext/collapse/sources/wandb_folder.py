@@ -124,8 +124,7 @@ class _Records:
             if len(data) < length:
                 self.damage = "the file ends in the middle of a record"
                 return
-            if kind not in (_NO_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_WHOLE, _FIRST, _MIDDLE, _LAST):
+            if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST):
                 self.damage = f"a record of unknown kind {kind} at byte {position}"
                 return
             if zlib.crc32(bytes([kind]) + data) != checksum:
