@@ -23,7 +23,7 @@ from megatron_ext.collapse.curve import (
     Curve,
     final_loss_of,
     mean_deviation,
-    moving_average,
+    smoothed,
 )
 from megatron_ext.collapse.fast_rules import FastRules
 from megatron_ext.collapse.history import History
@@ -157,7 +157,7 @@ def check(
     divisor = final if final is not None else monitor.final_loss
     if usable and divisor and bool((t >= max(IGNORED, reference.span[0])).any()):
         inside = (t >= reference.span[0]) & (t <= reference.span[1])
-        smooth = moving_average(history.steps, history.losses, config.smooth_steps)
+        smooth = smoothed(history, config.smooth_steps)
         deviation = mean_deviation(t[inside], smooth[inside], divisor, reference)
     return CheckResult(
         run=history.source,

@@ -91,14 +91,23 @@ def moving_average(steps: Floats, values: Floats, width: float) -> Floats:
     return np.asarray(centre + (sums[behind] - sums[first]) / (behind - first))
 
 
+def smoothed(history: History, width: float = SMOOTH_STEPS) -> Floats:
+    """The losses of a history, training losses averaged over `width` steps."""
+    if history.split == "validation":
+        return history.losses
+    return moving_average(history.steps, history.losses, width)
+
+
 def final_loss_of(history: History, width: float = SMOOTH_STEPS) -> tuple[float, float]:
-    """L(T): the mean of the last `width` steps, at least of the last point.
+    """L(T): the mean of the last `width` steps; of validation losses the last one.
 
     Returns:
         The loss in nats per token and its relative standard error, from the scatter of
         neighbouring points.
     """
-    last = history.steps > history.steps[-1] - width
+    if history.split == "validation":  # a point is a mean over the whole set already
+        width = 0.0
+    last = history.steps >= history.steps[-1] - max(width, 0.0)
     count = int(last.sum())
     final = float(history.losses[last].mean())
     tail = history.losses[-max(count, min(50, history.losses.size)) :]
@@ -126,7 +135,7 @@ def make_curve(
         )
     controls, notes = controls_of(history)
     final, error = final_loss_of(history, smooth_steps)
-    smooth = moving_average(history.steps, history.losses, smooth_steps)
+    smooth = smoothed(history, smooth_steps)
     t, values = thin(history.fractions, smooth / final, MOST_POINTS)
     return Curve(
         source=history.source,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.stats import norm
@@ -108,7 +109,7 @@ class FastRules:
             rise = max(self._sigmas * sigma, LEAST_RISE * abs(self._median))
             self._limit = self._median + rise
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {
             "recent": self._recent,
@@ -121,15 +122,15 @@ class FastRules:
             "broken": self._broken,
         }
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
         limit, median = state["limit"], state["median"]
-        self._recent = [float(loss) for loss in state["recent"]]  # type: ignore[attr-defined]
-        self._fresh = int(state["fresh"])  # type: ignore[call-overload]
-        self._limit = math.inf if limit is None else float(limit)  # type: ignore[arg-type]
-        self._median = math.nan if median is None else float(median)  # type: ignore[arg-type]
-        self._above = int(state["above"])  # type: ignore[call-overload]
-        t, step = state["above_from"]  # type: ignore[misc]
+        self._recent = [float(loss) for loss in state["recent"]]
+        self._fresh = int(state["fresh"])
+        self._limit = math.inf if limit is None else float(limit)
+        self._median = math.nan if median is None else float(median)
+        self._above = int(state["above"])
+        t, step = state["above_from"]
         self._above_from = (float(t), int(step))
-        self._highest = float(state["highest"])  # type: ignore[arg-type]
+        self._highest = float(state["highest"])
         self._broken = str(state["broken"])

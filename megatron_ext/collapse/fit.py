@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import OptimizeResult, least_squares
 
-from megatron_ext.collapse.arrays import Floats
+from megatron_ext.collapse.arrays import Floats, Truths
 from megatron_ext.collapse.curve import IGNORED, Curve
 from megatron_ext.collapse.form import FamilyForm, Form
 from megatron_ext.collapse.schedule import Schedule
 from megatron_ext.errors import UsageError
 from megatron_ext.progress import ProgressLine
 
-GRID_POINTS = 400
+GRID_POINTS = 200
 """Points in t at which curve and form are compared, so that dense parts do not outweigh others."""
 ROBUST_SCALE = 0.002
 """Residuals beyond this count by their size and no longer by its square."""
@@ -30,6 +30,8 @@ STARTS_Q = (0.1, 0.5, 2.0)
 LOWEST = (math.log(1e-4), math.log(1e-2))
 HIGHEST = (math.log(1e2), math.log(30.0))
 """Bounds of log b and log q; the paper's optima lie within 0.1 to 1."""
+LEAST_RANGE = 1.1
+"""An exponent is fitted where the curves' tau or TPP differ at least so many times."""
 INDISTINCT_CORRELATION = 0.95
 INDISTINCT_ERROR = 0.5
 """Correlation of log b and log q, and standard error of either, from which on they cannot be told
@@ -132,9 +134,9 @@ def fit_family(curves: Sequence[Curve], hold_out: bool = True) -> FamilyFit:
             if not hold_out or len(others) < 2:
                 held_out.append(None)
                 continue
-            without, _ = _fit_jointly(others)
+            without, _ = _fit_jointly(others, start=best.x)
             held_out.append(_error_of(curve, _family(without.x)))
-    errors, _ = _uncertainty(best)
+    errors, _ = _uncertainty(best, _free(curves))
     b_c, b_e, q_c, q_e = (float(error) for error in errors)
     return FamilyFit(
         form=form,
@@ -150,14 +152,16 @@ def with_form(curve: Curve, fit: CurveFit) -> Curve:
     return replace(curve, form=fit.form)
 
 
-def _fit_jointly(curves: Sequence[Curve]) -> tuple[OptimizeResult, list[str]]:
+def _fit_jointly(
+    curves: Sequence[Curve], start: Floats | None = None
+) -> tuple[OptimizeResult, list[str]]:
     taus, tpps = [_tau_of(curve) for curve in curves], [_tpp_of(curve) for curve in curves]
     schedules = [_schedule_of(curve) for curve in curves]
     grids = [_grid(curve) for curve in curves]
     notes = []
     lowest, highest = np.array([LOWEST[0], -3.0, LOWEST[1], -3.0]), np.array([5.0, 3.0, 5.0, 3.0])
     for place, (name, values) in {1: ("tau", taus), 3: ("TPP", tpps)}.items():
-        if max(values) / min(values) < 1.1:
+        if max(values) / min(values) < LEAST_RANGE:
             which = "b" if place == 1 else "q"
             notes.append(f"all curves have one {name}: the exponent of {which} is set to 0")
             lowest[place], highest[place] = -1e-9, 1e-9
@@ -174,14 +178,17 @@ def _fit_jointly(curves: Sequence[Curve]) -> tuple[OptimizeResult, list[str]]:
             ]
         )
 
+    if start is not None:
+        inside = np.clip(start, lowest + 1e-12, highest - 1e-12)
+        return _best(residuals, [inside], lowest, highest), notes
     middle_tau = float(np.median(taus))
     starts = []
     for b in STARTS_B[1:]:
         for q in STARTS_Q:
             for exponent in (-0.5, 0.0):
                 b_e = float(np.clip(exponent, lowest[1], highest[1]))
-                start = [math.log(b) - b_e * math.log(middle_tau), b_e, math.log(q), 0.0]
-                starts.append(np.clip(np.array(start), lowest + 1e-12, highest - 1e-12))
+                first = [math.log(b) - b_e * math.log(middle_tau), b_e, math.log(q), 0.0]
+                starts.append(np.clip(np.array(first), lowest + 1e-12, highest - 1e-12))
     return _best(residuals, starts, lowest, highest), notes
 
 
@@ -202,13 +209,22 @@ def _best(
     return min(found, key=lambda result: float(result.cost))
 
 
-def _uncertainty(result: OptimizeResult) -> tuple[Floats, Floats]:
+def _free(curves: Sequence[Curve]) -> Truths:
+    """Which of the four parameters the curves determine."""
+    ranges = [[_tau_of(curve) for curve in curves], [_tpp_of(curve) for curve in curves]]
+    b_e, q_e = (max(values) / min(values) >= LEAST_RANGE for values in ranges)
+    return np.array([True, b_e, True, q_e])
+
+
+def _uncertainty(result: OptimizeResult, free: Truths | None = None) -> tuple[Floats, Floats]:
     """Standard errors and correlations of the parameters.
 
     What is left of a fit moves slowly along a curve, so its points are no independent
     measurements: they count as 20 per 400.
     """
     jacobian, residuals = result.jac, result.fun
+    if free is not None:
+        jacobian = jacobian * free
     count = max(residuals.size / 20, jacobian.shape[1] + 1)
     variance = float((residuals**2).mean()) / (1 - jacobian.shape[1] / count)
     information = jacobian.T @ jacobian / residuals.size * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class PowerLaw:
 
     def at(self, size: float) -> float:
         """Loss of a model with `size` parameters, nats per token."""
-        return self.floor + self.scale * size**-self.exponent
+        return self.floor + self.scale * math.pow(size, -self.exponent)
 
 
 def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw:

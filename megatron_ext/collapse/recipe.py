@@ -72,7 +72,7 @@ class Recipe:
 
 def tau_for(tpp: float) -> float:
     """The family's tau at so many tokens per parameter."""
-    return TAU_AT_ONE * tpp**TAU_EXPONENT
+    return TAU_AT_ONE * math.pow(tpp, TAU_EXPONENT)
 
 
 def default_lr(params: float) -> float:
