@@ -32,9 +32,20 @@ LOSS = "lm loss"
 class StepContext(Protocol):
     """What Megatron tells a callback after a step; other attributes are not used."""
 
-    loss_dict: Mapping[str, Any]
-    grad_norm: float | None
-    skipped_iter: int
+    @property
+    def loss_dict(self) -> Mapping[str, Any]:
+        """Losses by name; empty on ranks that have none."""
+        ...
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Before clipping; None where Megatron did not compute it."""
+        ...
+
+    @property
+    def skipped_iter(self) -> int:
+        """1 where the optimizer skipped the step."""
+        ...
 
 
 @dataclass(frozen=True)

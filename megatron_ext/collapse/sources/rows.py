@@ -119,8 +119,9 @@ class RowReader:
             if column is not None and np.isfinite(column).all() and np.ptp(column) == 0:
                 metadata.setdefault(self._names[self._roles[role]], repr(float(column[0])))
         end = metadata.get(self._end_column) if self._end_column else None
+        where = ",".join(f"{self._names[i]}={value}" for i, value in self._where)
         return RawHistory(
-            source=self._source,
+            source=f"{self._source} ({where})" if where else self._source,
             steps=steps,
             losses=losses,
             tokens=tokens,
