@@ -226,8 +226,9 @@ class Monitor:
         self._sum = max(0.0, self._sum + z - allowance)
         below = min(max((-residual - self.config.tolerance) / spread, -CLIP), CLIP)
         self._sum_below = max(0.0, self._sum_below + below - allowance)
-        if self._sum_below > threshold and self.below_since is None:
-            self.below_since = seen.t
+        if self._sum_below > threshold:
+            self._start_again(seen.t)
+            return None
         if self._sum <= threshold:
             return None
         size = float(np.mean(self._since))
@@ -236,6 +237,17 @@ class Monitor:
         self._sum = 0.0
         started_t, started_step = self._onset
         return Alarm(seen.t, seen.step, "departure", size, confidence, started_t, started_step)
+
+    def _start_again(self, t: float) -> None:
+        """Align anew from here: a run that has become better than expected is no fault.
+
+        To go on from the old alignment would make it look as if it became worse when it has only
+        come back to the shape of its reference.
+        """
+        self.below_since = t if self.below_since is None else self.below_since
+        self._alignment = Alignment(self.config.expected_final_loss)
+        self._held, self._residuals = [], []
+        self._sum = self._sum_below = 0.0
 
     def _follow_event(self, residual: float) -> None:
         """The alignment rests during a departure; it is over when the run is back for a while."""

@@ -66,6 +66,7 @@ def read_wandb(path: Path, options: SourceOptions) -> RawHistory:
     points: dict[str, tuple[list[float], list[float]]] = {}
     metadata: dict[str, str] = {}
     notes: list[str] = []
+    ended = False
     with path.open("rb") as file:
         records = _Records(file, str(path))
         for count, data in enumerate(records):
@@ -81,8 +82,12 @@ def read_wandb(path: Path, options: SourceOptions) -> RawHistory:
                 _read_config(record.config.update, metadata)
             elif kind == "history":
                 _read_history(record.history.item, points)
+            elif kind == "exit":
+                ended = True
         if records.damage:
             notes.append(f"{records.damage}: read up to there")
+        elif not ended:
+            notes.append("the run has not ended, or its file is cut off: read up to there")
     if not points:
         detail = f" ({notes[0]})" if notes else ""
         raise UsageError(f"{path}: holds no metrics{detail}")
