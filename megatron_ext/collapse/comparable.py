@@ -26,7 +26,7 @@ class Tolerances:
             families stay below 0.1; runs whose TPP differ by 4 lie at 0.2.
     """
 
-    schedule: float = 0.05
+    schedule: float = 0.03
     tpp: float = 0.15
     tau: float = 0.25
     steepness: float = 0.15

@@ -21,7 +21,9 @@ from megatron_ext.collapse.schedule import (
 )
 from megatron_ext.errors import UsageError
 
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmbt])?(?:illion)?\s*$", re.IGNORECASE)
+_SIZE = re.compile(
+    r"^\s*([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)\s*([kmbt])?(?:illion)?\s*$", re.IGNORECASE
+)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -145,7 +147,7 @@ def parse_size(text: str) -> tuple[float, float] | None:
         return None
     if not match[2]:
         return number, 0.0
-    digits = len(match[1].partition(".")[2])
+    digits = len(match[1].lower().partition("e")[0].partition(".")[2])
     return number, 0.5 * 10.0**-digits * _UNITS[match[2].lower()] / number
 
 

@@ -77,7 +77,8 @@ def rank(results: Sequence[CheckResult]) -> list[Candidate]:
         wrong = float(norm.cdf(z)) if spread else 0.0
         unfinished = each.final_loss is None
         is_settled = not each.provisional and not known[0].provisional
-        stop = place > 0 and unfinished and is_settled and chances[place] < STOP_BELOW
+        unlikely = bool(chances[place] < STOP_BELOW)
+        stop = place > 0 and unfinished and is_settled and unlikely
         candidates.append(
             Candidate(
                 run=each.run,

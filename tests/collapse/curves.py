@@ -67,3 +67,9 @@ def public(name: str) -> Path:
     if not (folder / name).is_file():
         pytest.skip(f"no public curves: MEGATRON_EXT_CURVES does not lead to {name}")
     return folder / name
+
+
+def check_one_line(error: Exception) -> None:
+    """An error for a user is one line."""
+    assert str(error)
+    assert "\n" not in str(error)

@@ -41,7 +41,7 @@ def test_nothing_in_noise() -> None:
 
 def test_each_kind() -> None:
     changes = {300: float("nan"), 301: float("nan"), 400: float("inf"), 500: 6.0}
-    changes |= {place: 9.0 for place in range(700, 740)}
+    changes |= dict.fromkeys(range(700, 740), 9.0)
     found = rules(losses_with(changes))
     assert found == [
         (300, "nan"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ext.collapse.history import RawHistory
@@ -12,7 +12,8 @@ from megatron_ext.collapse.sources.rows import RowReader
 from megatron_ext.errors import UsageError
 from megatron_ext.progress import ProgressLine
 
-_REPORT_EVERY = 50_000
+_CHUNK = 20_000
+"""Rows that become numbers together."""
 
 
 def read_csv(path: Path, options: SourceOptions) -> RawHistory:
@@ -31,23 +32,32 @@ def read_csv(path: Path, options: SourceOptions) -> RawHistory:
             names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter))]
             reader = RowReader(str(path), names, options)
             with ProgressLine(f"read {path.name}", None, "rows") as progress:
-                reader.add_all(_rows(file, path, delimiter, len(names), progress))
+                for rows, lines in _chunks(file, path, delimiter, len(names)):
+                    reader.add_all(rows, lines)
+                    progress.update(lines[-1])
     except csv.Error as error:
         raise UsageError(f"{path}: is no CSV: {error}") from None
     return reader.history()
 
 
-def _rows(
-    file: Iterator[str], path: Path, delimiter: str, width: int, progress: ProgressLine
-) -> Iterator[tuple[int, Sequence[str]]]:
-    rows = csv.reader(file, delimiter=delimiter)
-    for cells in rows:
-        if not cells:
-            continue
+def _chunks(
+    file: Iterator[str], path: Path, delimiter: str, width: int
+) -> Iterator[tuple[list[list[str]], list[int]]]:
+    """Rows and their lines, some thousands at a time."""
+    reader = csv.reader(file, delimiter=delimiter)
+    rows: list[list[str]] = []
+    lines: list[int] = []
+    for cells in reader:
         if len(cells) != width:
+            if not cells:
+                continue
             raise UsageError(
-                f"{path}, line {rows.line_num + 1}: has {len(cells)} cells, the header {width}"
+                f"{path}, line {reader.line_num + 1}: has {len(cells)} cells, the header {width}"
             )
-        if rows.line_num % _REPORT_EVERY == 0:
-            progress.update(rows.line_num)
-        yield rows.line_num + 1, cells
+        rows.append(cells)
+        lines.append(reader.line_num + 1)
+        if len(rows) == _CHUNK:
+            yield rows, lines
+            rows, lines = [], []
+    if rows:
+        yield rows, lines

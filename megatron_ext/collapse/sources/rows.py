@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -88,10 +88,41 @@ class RowReader:
             self._values[role].append(number)
         self._watch(cells)
 
-    def add_all(self, rows: Iterable[tuple[int, Sequence[str]]]) -> None:
-        """Take rows of (line, cells) in."""
-        for line, cells in rows:
+    def add_all(self, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> None:
+        """Take many rows in, whole columns at a time where all their cells are numbers.
+
+        Args:
+            rows: cells as for `add`.
+            lines: line of each row in the file.
+
+        Raises:
+            UsageError: As for `add`.
+        """
+        if not self._where and rows and self._add_columns(list(zip(*rows, strict=True))):
+            return
+        for cells, line in zip(rows, lines, strict=True):
             self.add(cells, line)
+
+    def _add_columns(self, cells: list[tuple[str, ...]]) -> bool:
+        """Take columns in, if every cell that is needed is a number; else nothing."""
+        numbers: dict[str, array[float]] = {}
+        for role, index in self._roles.items():
+            if "_" in "".join(cells[index]):
+                return False
+            try:
+                numbers[role] = array("d", map(float, cells[index]))
+            except ValueError:
+                return False
+            axis = role in ("step", "tokens")
+            if axis and not np.isfinite(np.frombuffer(numbers[role])).all():
+                return False
+        for role, values in numbers.items():
+            self._values[role].extend(values)
+        for index in self._rest:
+            seen = sorted(set(cells[index]))[: MOST_RUNS + 1]
+            for text in seen:
+                self._watch_cell(index, text)
+        return True
 
     def history(self) -> RawHistory:
         """What the rows held.
@@ -152,15 +183,16 @@ class RowReader:
 
     def _watch(self, cells: Sequence[str]) -> None:
         """Note which of the other columns stay the same, and the texts of those that do not."""
-        if not self._constant and not self._varies:
-            self._constant = {i: cells[i] for i in self._rest}
-            return
-        for i in list(self._constant):
-            if cells[i] != self._constant[i]:
-                self._varies[i] = {self._constant.pop(i)}
-        for i, seen in self._varies.items():
-            if len(seen) <= MOST_RUNS:
-                seen.add(cells[i])
+        for index in self._rest:
+            self._watch_cell(index, cells[index])
+
+    def _watch_cell(self, index: int, text: str) -> None:
+        varied = self._varies.get(index)
+        if varied is not None:
+            if len(varied) <= MOST_RUNS:
+                varied.add(text)
+        elif self._constant.setdefault(index, text) != text:
+            self._varies[index] = {self._constant.pop(index), text}
 
     def _refuse_several_runs(self, steps: Floats) -> None:
         if not (np.diff(steps) <= 0).any():

@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ext.collapse.sources import SourceOptions, read_history
 from megatron_ext.errors import UsageError
+from tests.collapse.curves import check_one_line
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_a_damaged_tensorboard_file(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     assert read_history(str(tmp_path)).steps[-1] == 48
     file.write_bytes(b"x" * 100)
-    with pytest.raises(UsageError, match="no scalars|cannot read"):
+    with pytest.raises(UsageError, match=r"no scalars|cannot read"):
         read_history(str(tmp_path))
 
 
@@ -92,7 +93,7 @@ def test_a_wandb_file_of_any_bytes(
     try:
         assert read_history(str(file)).steps.size >= 2
     except UsageError as error:
-        assert "\n" not in str(error)
+        check_one_line(error)
 
 
 class FakeRun:
