@@ -50,6 +50,7 @@ LAYERS = 2
 HEAD_SIZE = 16
 SEQUENCE_LENGTH = 128
 EVALUATIONS = 50
+VALIDATION_BYTES = 48 * 1024
 CHECKPOINTS = 10
 FAULT_FROM = 0.6
 VALIDATION = "lm loss validation"
@@ -141,9 +142,9 @@ class Member:
             "--tokenizer-type": "NullTokenizer",
             "--vocab-size": VOCABULARY_SIZE,
             "--make-vocab-size-divisible-by": 1,
-            "--split": "90,5,5",
             "--eval-interval": every,
-            "--eval-iters": 16,
+            # About all of the held-out text.
+            "--eval-iters": max(VALIDATION_BYTES // (self.batch * SEQUENCE_LENGTH), 1),
             "--log-interval": 1,
             "--save-interval": max(self.iterations // CHECKPOINTS, 1),
             "--ckpt-format": "torch",
@@ -201,10 +202,8 @@ def _members(args: argparse.Namespace) -> list[Member]:
 
 def _train_all(args: argparse.Namespace, members: list[Member]) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
-    corpus = args.out / "corpus"
-    if not corpus.with_suffix(".idx").exists():
-        text = args.text or Path(sysconfig.get_path("stdlib"))
-        build_corpus([text], corpus, suffixes=(".py",), exclude=LEFT_OUT)
+    if not (args.out / "held-out.idx").exists():
+        _build_corpora(args.text or Path(sysconfig.get_path("stdlib")), args.out)
     for member in members:
         _train(args.out, f"width-{member.width}", member, ranks=1)
     if args.fault:
@@ -220,6 +219,31 @@ def _train_all(args: argparse.Namespace, members: list[Member]) -> None:
         _train(args.out, f"fault-{member.width}", member, ranks=2, fault_from=start)
 
 
+def _build_corpora(text: Path, out: Path) -> None:
+    """Make datasets of most files and of a few held out, small enough to be read whole each time.
+
+    An evaluation on other text each time would add the difference between texts to the curve.
+    """
+    files = sorted(
+        file for file in text.rglob("*.py") if not set(file.relative_to(text).parts) & {*LEFT_OUT}
+    )
+    held_out: list[Path] = []
+    size = 0
+    for file in files[:: max(len(files) // 50, 1)]:
+        if size < VALIDATION_BYTES and 1000 < file.stat().st_size < VALIDATION_BYTES:
+            held_out.append(file)
+            size += file.stat().st_size
+    if len(held_out) == len(files) or not held_out:
+        raise UsageError(f"{text}: holds too little text for a training and a held-out part")
+    for name, chosen in (("text", [f for f in files if f not in held_out]), ("held-out", held_out)):
+        folder = out / f"{name}-files"
+        folder.mkdir(exist_ok=True)
+        for number, file in enumerate(chosen):
+            shutil.copyfile(file, folder / f"{number:05d}.py")
+        build_corpus([folder], out / name, suffixes=(".py",), force=True)
+        shutil.rmtree(folder)
+
+
 def _train(out: Path, name: str, member: Member, ranks: int, fault_from: int | None = None) -> None:
     """Train one run to its end, from its last checkpoint if there is one."""
     log, folder = out / f"{name}.log", out / name
@@ -230,7 +254,8 @@ def _train(out: Path, name: str, member: Member, ranks: int, fault_from: int | N
     words = [
         *(sys.executable, "-m", "megatron_ext", "--cpu", str(REPOSITORY / "scripts" / script)),
         *member.flags(),
-        *("--data-path", str(out / "corpus"), "--data-cache-path", str(out / "cache")),
+        *("--train-data-path", str(out / "text"), "--valid-data-path", str(out / "held-out")),
+        *("--test-data-path", str(out / "held-out"), "--data-cache-path", str(out / "cache")),
         *("--save", str(folder), "--load", str(folder)),
     ]
     environment = {

@@ -51,7 +51,7 @@ def test_a_tiny_member_is_trained_once(
 ) -> None:
     text = Path(sysconfig.get_path("stdlib")) / "asyncio"
     words = ["--out", str(tmp_path), "--text", str(text)]
-    words += ["--widths", "16", "--tpp", "1", "--batch", "2"]
+    words += ["--widths", "16", "--tpp", "1", "--batch", "32"]
     assert script.main(words) == 0
     rows = list(csv.DictReader((tmp_path / "family.csv").open()))
     assert len(rows) == script.EVALUATIONS

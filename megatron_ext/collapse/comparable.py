@@ -11,6 +11,7 @@ import numpy as np
 from megatron_ext.collapse.align import Alignment
 from megatron_ext.collapse.controls import Controls
 from megatron_ext.collapse.curve import IGNORED, Curve, NormalisedLoss
+from megatron_ext.collapse.noise import long_run_noise
 from megatron_ext.collapse.observations import Observation
 
 
@@ -79,11 +80,16 @@ def steepness(
     seen = [each for each in observations if each.t >= start]
     if len(seen) < 8 or seen[-1].t - seen[0].t < 0.2:
         return None
+    references = [float(reference.at(np.array([each.t]))[0]) for each in seen]
+    # What scatters counts as noise; a curve that is only scatter has no steepness.
+    level = seen[-1].loss
+    residuals = [each.loss / level - r for each, r in zip(seen, references, strict=True)]
+    noise = long_run_noise(np.array(residuals))
     wide = Alignment(steepness=1.0)
     last = start
-    for each in seen:
+    for each, at in zip(seen, references, strict=True):
         weight = min(max((each.t - last) * 100, 1e-3), 2.0)
-        wide.update(each.loss, float(reference.at(np.array([each.t]))[0]), weight)
+        wide.update(each.loss, at, weight, noise)
         last = each.t
     return wide.steepness
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from megatron_ext.collapse.alarm import Alarm
 from megatron_ext.collapse.align import Alignment, Prediction
-from megatron_ext.collapse.arrays import Floats
 from megatron_ext.collapse.curve import NormalisedLoss
 from megatron_ext.collapse.cusum import false_alarm_probability, threshold_for
+from megatron_ext.collapse.noise import long_run_noise
 from megatron_ext.collapse.observations import PARTS, Observation
 from megatron_ext.errors import UsageError
 
@@ -30,12 +30,6 @@ MOST_RESIDUALS = 80
 """Only so many of the latest count: noise falls as the learning rate does."""
 SETTLED_AFTER = 0.05
 """Part of training after the window's start at which the alignment is good enough to test with."""
-LEAST_NOISE = 2e-4
-"""Standard deviation below which a source's rounding shows, over the final loss."""
-MOST_CORRELATION = 0.6
-"""Autocorrelation of residuals beyond which they say nothing of noise."""
-SHRINKAGE = 60
-"""So many residuals more would be needed to believe their autocorrelation entirely."""
 CLIP = 4.0
 """No single observation counts for more standard deviations than this: one outlier is no
 sustained departure."""
@@ -294,26 +288,3 @@ class Monitor:
         self._event = None if event is None else _Event(float(event[0]), list(event[1]))
         self.residual = math.nan if state["residual"] is None else float(state["residual"])
         self.below_since = state["below_since"]
-
-
-def long_run_noise(residuals: Floats) -> float:
-    """Standard deviation that independent residuals of the same long-run variance would have.
-
-    From the medians of differences between neighbours and between points three apart, which
-    neither a drift nor a single step inflates. For an autocorrelation rho of first order their
-    variances are as 1 to 1 + rho + rho^2; a positive rho, shrunk towards 0 where the points are
-    few, makes sums grow faster and counts as more noise.
-
-    Args:
-        residuals: at least four, in order, over the final loss.
-    """
-
-    def scale(lag: int) -> float:
-        return 1.4826 * float(np.median(np.abs(residuals[lag:] - residuals[:-lag]))) / math.sqrt(2)
-
-    near, far = scale(1), scale(3)
-    ratio = (far / near) ** 2 if near > 0 else 1.0
-    rho = 0.5 * (math.sqrt(max(4 * ratio - 3, 0.0)) - 1) if ratio > 1 else 0.0
-    rho = min(rho, MOST_CORRELATION) * residuals.size / (residuals.size + SHRINKAGE)
-    # near^2 is sigma^2 (1 - rho), the long-run variance sigma^2 (1 + rho) / (1 - rho).
-    return max(near * math.sqrt(1 + rho) / (1 - rho), LEAST_NOISE)

@@ -15,7 +15,8 @@ from megatron_ext.collapse.cusum import (
     mean_time_to_ring,
     threshold_for,
 )
-from megatron_ext.collapse.monitor import Monitor, MonitorConfig, long_run_noise
+from megatron_ext.collapse.monitor import Monitor, MonitorConfig
+from megatron_ext.collapse.noise import long_run_noise
 from megatron_ext.collapse.observations import Binner, observe_all
 from megatron_ext.errors import UsageError
 from tests.collapse import curves
