@@ -99,7 +99,7 @@ class CheckResult:
 def check(
     history: History, references: Sequence[Curve], config: CheckConfig | None = None
 ) -> CheckResult:
-    """Check a run against the first reference whose controls match, else against the first.
+    """Check a run against the first reference whose controls match, else the one that comes nearest.
 
     Args:
         history: the run, finished or not.
@@ -116,7 +116,8 @@ def check(
     controls = controls.with_given(config.given)
     compared = [compare_controls(controls, each.controls, config.tolerances) for each in references]
     matching = [i for i, each in enumerate(compared) if not each.reasons]
-    chosen = matching[0] if matching else 0
+    fewest = min(range(len(compared)), key=lambda i: len(compared[i].reasons))
+    chosen = matching[0] if matching else fewest
     reference, comparison = references[chosen], compared[chosen]
     reasons = list(comparison.reasons)
     notes = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: A source or flag cannot work.
     """
-    status = int(args.run_subcommand(args))
-    sys.stdout.flush()
+    try:
+        status = int(args.run_subcommand(args))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return status

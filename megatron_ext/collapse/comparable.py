@@ -140,7 +140,7 @@ def _compare_schedules(run: Controls, reference: Controls, allowed: float) -> tu
         return "", False
     worst = float(t[int(np.argmax(apart))])
     return (
-        f"schedule: learning rates over their peaks differ by {apart.mean():.2f} on average, "
+        f"schedule: learning rates over their peaks differ by {apart.mean():.3f} on average, "
         f"most at t = {worst:.2f}; allowed are {allowed}",
         True,
     )

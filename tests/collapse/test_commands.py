@@ -185,6 +185,15 @@ def test_the_public_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert half["provisional"] is False
 
 
+def test_the_reference_may_be_the_same_file(capsys: pytest.CaptureFixture[str]) -> None:
+    file = curves.public("olmo_ladder.csv")
+    words = ["check", file, "--column", "loss_pile", "--reference", file]
+    found = run_json(capsys, *words, "--where", "size=760M,budget=5xC")
+    assert "size=190M" in found["reference"]
+    assert "budget=5xC" in found["reference"]
+    assert found["comparable"] is True
+
+
 def test_public_runs_that_do_not_collapse(capsys: pytest.CaptureFixture[str]) -> None:
     file = curves.public("multipowerlaw.csv")
     where = "size={},schedule=cosine_24000"

@@ -17,7 +17,7 @@ from megatron_ext.collapse.history import History
 from megatron_ext.collapse.monitor import MonitorConfig
 from megatron_ext.collapse.power_law import fit_power_law
 from megatron_ext.collapse.schedule import parse_schedule
-from megatron_ext.collapse.sources import SourceOptions, read_history
+from megatron_ext.collapse.sources import SourceOptions, read_histories, read_history
 from megatron_ext.collapse.sources.options import parse_where
 from megatron_ext.errors import UsageError
 
@@ -86,7 +86,8 @@ def add_reference_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference-where",
         metavar="NAME=VALUE,...",
-        help="--where of the references (default: that of the run, without what selects nothing)",
+        help="pick one reference out of a file that holds several (default: every run in it that "
+        "meets --where as far as any does, the smallest first)",
     )
     group = parser.add_argument_group("the comparison")
     group.add_argument(
@@ -227,12 +228,12 @@ def history_of(curve: Curve) -> History:
 
 
 def read_references(args: argparse.Namespace) -> list[Curve]:
-    """The curves of --reference.
+    """The curves of --reference; of a file that holds several runs all, the smallest first.
 
     Raises:
         UsageError: One cannot be read, or is no finished run.
     """
-    return [_read_reference(name, args) for name in args.reference]
+    return [curve for name in args.reference for curve in _read_references(name, args)]
 
 
 def check_config(args: argparse.Namespace, references: list[Curve], run: History) -> CheckConfig:
@@ -279,22 +280,36 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _read_reference(name: str, args: argparse.Namespace) -> Curve:
+def _read_references(name: str, args: argparse.Namespace) -> list[Curve]:
     path = Path(name)
     if is_curve_file(path):
-        return read_curve(path)
+        return [read_curve(path)]
     column = args.reference_column or args.column
     if args.reference_where is not None:
-        where = parse_where(args.reference_where)
-        return make_curve(read_history(name, SourceOptions(column, where, args.axis)))
+        options = SourceOptions(column, parse_where(args.reference_where), args.axis)
+        return [make_curve(read_history(name, options))]
     where = parse_where(args.where)
-    try:
-        history = read_history(name, SourceOptions(column, where, args.axis))
-    except UsageError as error:
-        if not where:
-            raise
-        raise UsageError(f"{error}; pick the reference with --reference-where") from None
-    return make_curve(history)
+    histories = read_histories(name, SourceOptions(column, where, args.axis))
+    if len(histories) == 1 and where and name == getattr(args, "source", None):
+        # The file that the run is in, and the same run: every other one that shares something.
+        histories = _others(name, column, where, args)
+    curves = [make_curve(each) for each in histories if each.is_complete]
+    if not curves:
+        raise UsageError(f"{name}: holds no other finished run; pick one with --reference-where")
+    return sorted(curves, key=lambda curve: curve.controls.params or math.inf)
+
+
+def _others(
+    name: str, column: str | None, where: dict[str, str], args: argparse.Namespace
+) -> list[History]:
+    """The runs of a file that differ from `where` in one condition."""
+    found: dict[str, History] = {}
+    for left_out in where:
+        rest = {key: value for key, value in where.items() if key != left_out}
+        for history in read_histories(name, SourceOptions(column, rest, args.axis)):
+            if any(history.metadata.get(key) != value for key, value in where.items()):
+                found[history.source] = history
+    return list(found.values())
 
 
 def _expected(

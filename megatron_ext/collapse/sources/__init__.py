@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.collapse.history import History, RawHistory, tidy
@@ -10,12 +12,16 @@ from megatron_ext.collapse.sources.csv_file import read_csv
 from megatron_ext.collapse.sources.json_lines import read_json_lines
 from megatron_ext.collapse.sources.megatron_log import is_megatron_log, read_megatron_log
 from megatron_ext.collapse.sources.options import SourceOptions
+from megatron_ext.collapse.sources.rows import NoSuchRunError, SeveralRunsError
 from megatron_ext.collapse.sources.tensorboard import is_tensorboard, read_tensorboard
 from megatron_ext.collapse.sources.wandb_api import PREFIX, read_wandb_api
 from megatron_ext.collapse.sources.wandb_folder import find_wandb_file, read_wandb
 from megatron_ext.errors import UsageError
 
-__all__ = ["SourceOptions", "read_history"]
+__all__ = ["SourceOptions", "read_histories", "read_history"]
+
+MOST_RUNS = 100
+"""`read_histories` reads at most so many."""
 
 _LINES_LOOKED_AT = 20_000
 """Megatron prints its arguments and what it builds before the first iteration."""
@@ -34,6 +40,32 @@ def read_history(name: str, options: SourceOptions | None = None) -> History:
     """
     options = options or SourceOptions()
     return tidy(_read(name, options), options.end_step)
+
+
+def read_histories(name: str, options: SourceOptions) -> list[History]:
+    """Read every run that `name` holds where `options` leave several.
+
+    Conditions that no row meets are left out one by one: of a run of another file, say.
+
+    Raises:
+        UsageError: It cannot be read, or holds more than `MOST_RUNS`.
+    """
+    try:
+        return [read_history(name, options)]
+    except SeveralRunsError as several:
+        runs: list[History] = []
+        for value in several.values:
+            where = {**options.where, several.column: value}
+            runs += read_histories(name, replace(options, where=where))
+            if len(runs) > MOST_RUNS:
+                raise UsageError(f"{name}: holds more than {MOST_RUNS} runs: --where") from None
+        return runs
+    except NoSuchRunError:
+        for left_out in options.where:
+            where = {key: value for key, value in options.where.items() if key != left_out}
+            with contextlib.suppress(NoSuchRunError):
+                return read_histories(name, replace(options, where=where))
+        raise
 
 
 def _read(name: str, options: SourceOptions) -> RawHistory:

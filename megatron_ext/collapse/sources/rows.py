@@ -23,6 +23,27 @@ MOST_RUNS = 50
 """A text column with more values than this tells no runs apart: a date, for example."""
 
 
+class SeveralRunsError(UsageError):
+    """A table holds several runs, told apart by a column.
+
+    Attributes:
+        column: its name.
+        values: what it holds, sorted.
+    """
+
+    def __init__(self, source: str, column: str, values: Sequence[str]) -> None:
+        super().__init__(
+            f"{source}: holds several runs, {column!r} is one of {columns.listed(values)}: "
+            f"choose with --where {column}={values[0]}"
+        )
+        self.column = column
+        self.values = tuple(values)
+
+
+class NoSuchRunError(UsageError):
+    """A table holds no run where the columns have the values asked for."""
+
+
 class RowReader:
     """Takes the rows of a table and builds a history.
 
@@ -138,7 +159,7 @@ class RowReader:
         if steps.size == 0:
             wanted = ",".join(f"{self._names[i]}={value}" for i, value in self._where)
             detail = f" where {wanted}" if wanted else ""
-            raise UsageError(f"{self._source}: no row with a step and a loss{detail}")
+            raise NoSuchRunError(f"{self._source}: no row with a step and a loss{detail}")
         self._refuse_several_runs(steps)
         tokens = values.pop("tokens", None)
         if tokens is not None and not np.isfinite(tokens).all():
@@ -204,10 +225,7 @@ class RowReader:
         }
         if apart:
             name, seen = next(iter(apart.items()))
-            raise UsageError(
-                f"{self._source}: holds several runs, {name!r} is one of {columns.listed(seen)}: "
-                f"choose with --where {name}={seen[0]}"
-            )
+            raise SeveralRunsError(self._source, name, seen)
 
 
 def _lenient(text: str) -> float:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.collapse.sources import SourceOptions, read_history
+from megatron_ext.collapse.sources import SourceOptions, read_histories, read_history
 from megatron_ext.errors import UsageError
 from tests.collapse.curves import check_one_line
 
@@ -63,6 +63,15 @@ def test_one_run_out_of_several(tmp_path: Path) -> None:
     assert history.metadata["size"] == "2B"
     assert "no row" in error_of(name, SourceOptions(where={"size": "3B"}))
     assert "'budget'" in error_of(name, SourceOptions(where={"budget": "1xC"}))
+
+
+def test_all_runs_of_a_file(tmp_path: Path) -> None:
+    rows = [f"{size},{c},{step},{9 - step}" for size in "AB" for c in "xy" for step in (1, 2, 3)]
+    name = write(tmp_path, "size,budget,step,loss\n" + "\n".join(rows))
+    assert len(read_histories(name, SourceOptions())) == 4
+    some = read_histories(name, SourceOptions(where={"size": "C", "budget": "x"}))
+    assert [run.metadata["size"] for run in some] == ["A", "B"]
+    assert {run.metadata["budget"] for run in some} == {"x"}
 
 
 def test_several_losses_must_be_chosen_from(tmp_path: Path) -> None:
