@@ -99,7 +99,7 @@ class CheckResult:
 def check(
     history: History, references: Sequence[Curve], config: CheckConfig | None = None
 ) -> CheckResult:
-    """Check a run against the first reference whose controls match, else the one that comes nearest.
+    """Check a run against the first reference whose controls match, else the nearest one.
 
     Args:
         history: the run, finished or not.
