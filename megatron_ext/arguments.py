@@ -6,6 +6,7 @@ Pure configuration: this file reads Megatron's parsed arguments but imports no M
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -279,10 +280,11 @@ def collapse_config(args: argparse.Namespace) -> CollapseConfig | None:
 
 def _window(text: str) -> tuple[float, float]:
     start, _, end = text.partition("-")
-    window = float(start), float(end)
-    if not 0 <= window[0] < window[1] <= 1:
-        raise ValueError(f"{text!r} is not START-END with 0 <= START < END <= 1")
-    return window
+    with contextlib.suppress(ValueError):
+        window = float(start), float(end)
+        if 0 <= window[0] < window[1] <= 1:
+            return window
+    raise ValueError(f"{text!r} is not START-END with 0 <= START < END <= 1")
 
 
 def jitter_config(args: argparse.Namespace) -> JitterConfig | None:

@@ -100,8 +100,11 @@ def watched_training_log(original: Function) -> Function:
     def training_log(*args: Any, **named: Any) -> Any:
         result = original(*args, **named)
         if _loop is not None and _loop.callback is not None:
-            given = signature.bind(*args, **named).arguments
-            _after_step(_loop.callback, given)
+            try:
+                _after_step(_loop.callback, signature.bind(*args, **named).arguments)
+            except Exception as error:  # the watch must not end the training that it watches
+                _say(f"the watch is off from here on: {type(error).__name__}: {error}")
+                _loop.callback = None
         return result
 
     return training_log
@@ -221,7 +224,10 @@ def _power_law(references: list[Curve], params: float) -> float:
         for each in references
         if each.controls.params and each.final_loss
     ]
-    law = fit_power_law([n for n, _ in points], [loss for _, loss in points])
+    try:
+        law = fit_power_law([n for n, _ in points], [loss for _, loss in points])
+    except UsageError as error:
+        raise UsageError(f"--collapse-align power-law: {error}") from None
     return law.at(params)
 
 
@@ -232,7 +238,7 @@ def _after_step(callback: CollapseCallback, given: dict[str, Any]) -> None:
     args = get_args()
     iteration = int(given["iteration"])
     samples = int(args.consumed_train_samples)
-    rate = given["learning_rate"]
+    rate = given.get("learning_rate")
     facts = StepFacts(
         iteration=iteration,
         fraction=samples / args.train_samples
@@ -242,7 +248,7 @@ def _after_step(callback: CollapseCallback, given: dict[str, Any]) -> None:
         batch_size=int(get_current_global_batch_size()),
         samples=samples,
     )
-    step = Step(given["loss_dict"], given["grad_norm"], int(given["skipped_iter"]))
+    step = Step(given["loss_dict"], given.get("grad_norm"), int(given["skipped_iter"]))
     callback.on_train_step_end(step, facts)
     if iteration % args.log_interval == 0:
         callback.on_log()
@@ -362,6 +368,8 @@ def check_usable(config: CollapseConfig, args: Any) -> None:
     Raises:
         UsageError: One cannot be read, or this training logs no loss to watch.
     """
-    read_references(config)
+    references = read_references(config)
+    if config.align == "power-law":
+        _power_law(references, 1e9)
     if getattr(args, "perform_rl_step", False):
         raise UsageError("--collapse-reference does not support --perform-rl-step")
