@@ -6,6 +6,7 @@ Pure configuration: this file reads Megatron's parsed arguments but imports no M
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -50,6 +51,33 @@ class Pipedream2bwConfig:
 
 
 CLIPS = ("exact", "stage", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollapseConfig:
+    """The watch over the loss (collapse)."""
+
+    references: tuple[str, ...]
+    """Curve files of finished runs."""
+    window: tuple[float, float] = (0.25, 0.5)
+    """Fractions of training from which on to align, and at which that is settled."""
+    align: str = "early"
+    """early: by the window. expected: to a given final loss. power-law: to one from the references'
+    sizes and final losses."""
+    false_alarm_rate: float = 0.01
+    """Accepted chance of a false alarm in a healthy run."""
+    action: str = "log"
+    """What an alarm does; each one also does what those before it do: log, alert, checkpoint,
+    stop."""
+    expected_final_loss: float | None = None
+    """Nats per token."""
+    force: bool = False
+    """Compare although the controls differ."""
+
+
+COLLAPSE_ACTIONS = ("log", "alert", "checkpoint", "stop")
+COLLAPSE_EXIT_CODE = 86
+"""Exit status of a run that an alarm has stopped."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -138,6 +166,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="Run the iterations after the first N, or after this fraction of the run, flushed "
         "and undelayed again. (default: none are)",
+    )
+    group = parser.add_argument_group("megatron_ext: watch over the loss (collapse)")
+    group.add_argument(
+        "--collapse-reference",
+        nargs="+",
+        metavar="FILE",
+        help="Compare the normalised loss with these curve files, of megatron-ext collapse fit; of "
+        "several the first whose controls match.",
+    )
+    group.add_argument(
+        "--collapse-window",
+        metavar="START-END",
+        default="0.25-0.5",
+        help="Part of training to align on; it grows as the run goes on. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--collapse-align",
+        choices=["early", "expected", "power-law"],
+        help="early: by the window. expected: to --collapse-expected-final-loss. power-law: to one "
+        "from the sizes and final losses of the references. (default: early, or expected where "
+        "that is given)",
+    )
+    group.add_argument(
+        "--collapse-false-alarm-rate",
+        metavar="RATE",
+        type=float,
+        default=CollapseConfig.false_alarm_rate,
+        help="Accepted chance of a false alarm in a healthy run. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--collapse-action",
+        choices=COLLAPSE_ACTIONS,
+        default=CollapseConfig.action,
+        help="What an alarm does: log it; alert: also through wandb; checkpoint: also save one; "
+        f"stop: also end the run with exit status {COLLAPSE_EXIT_CODE}. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--collapse-expected-final-loss",
+        metavar="LOSS",
+        type=float,
+        help="Align to this final loss, nats per token.",
+    )
+    group.add_argument(
+        "--collapse-force",
+        action="store_true",
+        help="Compare although schedule, tokens per parameter or tau differ.",
     )
     group = parser.add_argument_group("megatron_ext: general")
     group.add_argument(
@@ -279,6 +353,52 @@ def _iteration(args: argparse.Namespace, which: str, text: str | None) -> int | 
     if value > 1 or not args.train_iters:
         raise UsageError(f"{flag} {text} is a fraction of --train-iters, from 0.0 to 1.0")
     return round(value * int(args.train_iters))
+
+
+def collapse_config(args: argparse.Namespace) -> CollapseConfig | None:
+    """The watch over the loss, or None.
+
+    Raises:
+        UsageError: A flag is malformed, or they do not fit together.
+    """
+    references = getattr(args, "collapse_reference", None)
+    if not references:
+        for flag in ("collapse_align", "collapse_expected_final_loss"):
+            if getattr(args, flag, None) is not None:
+                name = f"--{flag.replace('_', '-')}"
+                raise UsageError(f"{name} needs --collapse-reference FILE")
+        return None
+    rate, expected = args.collapse_false_alarm_rate, args.collapse_expected_final_loss
+    if not 0 < rate < 1:
+        raise UsageError(f"--collapse-false-alarm-rate {rate} is not between 0 and 1")
+    if expected is not None and not 0 < expected < math.inf:
+        raise UsageError(f"--collapse-expected-final-loss {expected} is not a positive number")
+    align = args.collapse_align or ("early" if expected is None else "expected")
+    if (align == "expected") != (expected is not None):
+        raise UsageError(
+            "--collapse-align expected and --collapse-expected-final-loss go together: "
+            "give both or neither"
+        )
+    if align == "power-law" and len(references) < 2:
+        raise UsageError("--collapse-align power-law needs two or more --collapse-reference files")
+    return CollapseConfig(
+        references=tuple(references),
+        window=_parsed("--collapse-window", args.collapse_window, _window) or CollapseConfig.window,
+        align=align,
+        false_alarm_rate=rate,
+        action=args.collapse_action,
+        expected_final_loss=expected,
+        force=args.collapse_force,
+    )
+
+
+def _window(text: str) -> tuple[float, float]:
+    start, _, end = text.partition("-")
+    with contextlib.suppress(ValueError):
+        window = float(start), float(end)
+        if 0 <= window[0] < window[1] <= 1:
+            return window
+    raise ValueError(f"{text!r} is not START-END with 0 <= START < END <= 1")
 
 
 def jitter_config(args: argparse.Namespace) -> JitterConfig | None:

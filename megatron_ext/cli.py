@@ -28,6 +28,11 @@ class Command:
 
 
 COMMANDS = (
+    Command(
+        "collapse",
+        "compare a run's normalised loss with a reference and predict its final loss",
+        "megatron_ext.collapse.command",
+    ),
     Command("corpus", "build a byte-level Megatron dataset from text files", "megatron_ext.corpus"),
     Command("doctor", "say what is installed and whether a run could start", "megatron_ext.doctor"),
     Command("report", "join the traces of a run's ranks into one", "megatron_ext.report.command"),

@@ -47,6 +47,7 @@ HOOK_GROUPS = {
     "WEIGHT_GRADIENT_HOOKS": "--rrfp-hint bfw, bfw-depth",
     "METRICS_HOOKS": "--tensorboard-dir, --wandb-project",
     "JITTER_HOOKS": "--rrfp-jitter",
+    "COLLAPSE_HOOKS": "--collapse-reference",
 }
 """What installs each table of `hooks.py`."""
 

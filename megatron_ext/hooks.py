@@ -212,6 +212,9 @@ def _set_global_variables(original: Function) -> Function:
         rrfp = arguments.rrfp_config(args)
         two_versions = arguments.pipedream_2bw_config(args)
         jitter = arguments.jitter_config(args)
+        collapse = arguments.collapse_config(args)
+        if collapse is not None:
+            _check_collapse(collapse, args)
         uninstall(ARGUMENT_HOOKS)
         if rrfp is not None:
             if args.rank == 0:
@@ -239,9 +242,29 @@ def _set_global_variables(original: Function) -> Function:
             if args.rank == 0:
                 print(f"megatron_ext: forwards and backwards are delayed: --rrfp-jitter {jitter}")
             install(JITTER_HOOKS)
+        if collapse is not None:
+            install(COLLAPSE_HOOKS)
         return original(args, *rest, **named)
 
     return set_global_variables
+
+
+def _check_collapse(config: arguments.CollapseConfig, args: Any) -> None:
+    from megatron_ext.collapse.megatron_loop import check_usable
+
+    check_usable(config, args)
+
+
+def _collapse(name: str) -> Callable[[Function], Function]:
+    """A replacement that the watch over the loss makes; imported only when it is asked for."""
+
+    def wrap(original: Function) -> Function:
+        from megatron_ext.collapse import megatron_loop
+
+        replacement: Function = getattr(megatron_loop, name)(original)
+        return replacement
+
+    return wrap
 
 
 def _get_forward_backward_func(original: Function) -> Function:
@@ -673,6 +696,32 @@ METRICS_HOOKS = (
         "training_log",
         _training_log,
         "log what the pipeline costs beside Megatron's own figures",
+    ),
+)
+COLLAPSE_HOOKS = (
+    Hook(
+        "megatron.training.training",
+        "train",
+        _collapse("watched_train"),
+        "watch the loss from the start of training to its end",
+    ),
+    Hook(
+        "megatron.training.training",
+        "training_log",
+        _collapse("watched_training_log"),
+        "see the loss of every step",
+    ),
+    Hook(
+        "megatron.training.training",
+        "checkpoint_and_decide_exit",
+        _collapse("watched_checkpoint_and_decide_exit"),
+        "save a checkpoint or stop after an alarm",
+    ),
+    Hook(
+        "megatron.training.checkpointing",
+        "save_checkpoint",
+        _collapse("watched_save_checkpoint"),
+        "keep the watch's state with a checkpoint",
     ),
 )
 JITTER_HOOKS = jitter_hooks(_jitter_of_this_stage)
