@@ -1,0 +1,65 @@
+"""The arbiters of a stage over several batches: one per batch, or one that never drains.
+
+With a flush after every batch a stage has a new arbiter for each, as the runtime does. Under 2BW
+it has one for all batches together, and a microbatch is admitted when the weights are there that
+its batch uses: forwards of batch k + 2 need the update of batch k (docs/simulate.md).
+"""
+
+from __future__ import annotations
+
+from megatron_ext.pipeline.arbiter import Arbiter
+from megatron_ext.pipeline.hints import Place
+from megatron_ext.simulate.pipeline import Pipeline, Policy
+
+
+class GatedArbiter(Arbiter):
+    """An arbiter that lets only the first `admitted` microbatches enter the stage."""
+
+    admitted = 0
+
+    def _may_enter(self, microbatch: int) -> bool:
+        return microbatch < self.admitted and super()._may_enter(microbatch)
+
+
+class Batches:
+    """Makes the arbiters of all stages, and says which batches they may work on.
+
+    Microbatches are counted over all iterations, from 0. An arbiter that was made for batch k
+    counts from the first microbatch of that batch.
+    """
+
+    def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
+        self._pipeline = pipeline
+        self._continuous = policy.pipedream_2bw
+        self._hint = policy.hint_class
+        self._limit = policy.limit(pipeline.stages)
+
+    def first(self, stage: int) -> GatedArbiter:
+        """The arbiter with which a stage begins."""
+        pipeline = self._pipeline
+        if not self._continuous:
+            return self._make(stage, pipeline.microbatches)
+        arbiter = self._make(stage, pipeline.all_microbatches)
+        arbiter.admitted = 2 * pipeline.microbatches
+        return arbiter
+
+    def updated(self, arbiter: GatedArbiter, batch: int) -> GatedArbiter | None:
+        """What a stage goes on with after the update of `batch`; None if that was all.
+
+        Returns:
+            `arbiter` itself, with one more batch admitted, or a new one for the next batch.
+        """
+        pipeline = self._pipeline
+        if self._continuous:
+            arbiter.admitted = (batch + 3) * pipeline.microbatches
+            return arbiter
+        if batch + 1 == pipeline.iterations:
+            return None
+        return self._make(arbiter.place.stage, pipeline.microbatches)
+
+    def _make(self, stage: int, microbatches: int) -> GatedArbiter:
+        pipeline = self._pipeline
+        place = Place(stage, pipeline.stages, microbatches, self._limit, pipeline.chunks)
+        arbiter = GatedArbiter(place, self._hint(place))
+        arbiter.admitted = microbatches
+        return arbiter
