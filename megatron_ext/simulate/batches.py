@@ -32,7 +32,7 @@ class Batches:
         self._pipeline = pipeline
         self._continuous = policy.pipedream_2bw
         self._hint = policy.hint_class
-        self._limit = policy.limit(pipeline.stages)
+        self._limits = policy.limits(pipeline.stages)
 
     def first(self, stage: int) -> GatedArbiter:
         """The arbiter with which a stage begins."""
@@ -59,7 +59,7 @@ class Batches:
 
     def _make(self, stage: int, microbatches: int) -> GatedArbiter:
         pipeline = self._pipeline
-        place = Place(stage, pipeline.stages, microbatches, self._limit, pipeline.chunks)
+        place = Place(stage, pipeline.stages, microbatches, self._limits[stage], pipeline.chunks)
         arbiter = GatedArbiter(place, self._hint(place))
         arbiter.admitted = microbatches
         return arbiter

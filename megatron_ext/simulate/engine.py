@@ -20,13 +20,16 @@ from megatron_ext.simulate.network import Hop
 from megatron_ext.simulate.outcome import Cause, Delivered, Outcome, RanTask, Recording
 from megatron_ext.simulate.pipeline import Pipeline, Policy
 from megatron_ext.simulate.routes import Route, make_routes
-from megatron_ext.simulate.task_times import TaskTimes
+from megatron_ext.simulate.task_times import Rows, TaskTimes
 from megatron_ext.simulate.updates import Updates
 
 FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 _DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD)
 _UPDATE, _SENT = 3, 4  # further kinds of what keeps a stage busy
 _REPORT_EVERY = 1 << 16  # tasks
+
+MessageFactors = tuple[Rows, Rows]
+"""Of activations and gradients, by the sending chunk: [rank * chunks + chunk][microbatch]."""
 
 _Message = tuple[int, int, int]
 """Kind, microbatch over all iterations, and chunk of the task that needs it."""
@@ -38,6 +41,7 @@ def simulate(
     policy: Policy,
     hops: list[tuple[Hop, Hop]],
     *,
+    message_factors: MessageFactors | None = None,
     blocking: bool = False,
     record: bool = False,
     on_progress: Callable[[int], object] = lambda _: None,
@@ -49,6 +53,7 @@ def simulate(
         times: Of every task.
         policy: Hint, limit, 2BW.
         hops: Of every stage, to the next one and to the one before.
+        message_factors: On the latency of every message.
         blocking: Whether a stage that sends waits until the message has arrived.
         record: Whether to keep every task and message.
         on_progress: Called with the number of tasks done now and then.
@@ -58,7 +63,7 @@ def simulate(
         PipelineError: The hint lets the pipeline stall.
     """
     policy.check(pipeline)
-    run = _Run(pipeline, times, policy, hops, blocking=blocking, record=record)
+    run = _Run(pipeline, times, policy, hops, message_factors, blocking=blocking, record=record)
     run.loop(on_progress)
     return run.outcome()
 
@@ -72,6 +77,7 @@ class _Run:
         times: TaskTimes,
         policy: Policy,
         hops: list[tuple[Hop, Hop]],
+        message_factors: MessageFactors | None,
         *,
         blocking: bool,
         record: bool,
@@ -81,6 +87,7 @@ class _Run:
         self.hint: type[Hint] = policy.hint_class
         self.rows = times.rows(self.hint.splits_weight)
         self.blocking = blocking
+        self.message_factors = message_factors
         self.routes = make_routes(pipeline, hops)
         self.batches = Batches(pipeline, policy)
         self.updates = Updates(pipeline, policy.clipping)
@@ -173,9 +180,10 @@ class _Run:
                 route = routes[kind][rank * chunks + chunk]
                 if route is None:
                     continue
+                row = rank * chunks + chunk
                 receiver, chunk, latency, transfer, _ = route
                 if latency or transfer:
-                    self._send(rank, route, (kind, microbatch, chunk), now)
+                    self._send(row, route, (kind, microbatch, chunk), now)
                     continue
                 microbatch -= base[receiver]
                 if recordings is None and microbatch < arbiters[receiver].place.microbatches:
@@ -188,9 +196,12 @@ class _Run:
                 report_at = done + _REPORT_EVERY
         self.now = now
 
-    def _send(self, rank: int, route: Route, message: _Message, now: float) -> None:
-        """Put a message on its link, behind those that are on it."""
+    def _send(self, row: int, route: Route, message: _Message, now: float) -> None:
+        """Put a message of a chunk on its link, behind those that are on it."""
         receiver, _, latency, transfer, link = route
+        rank = row // self.pipeline.chunks
+        if self.message_factors is not None:
+            latency *= self.message_factors[message[0]][row][message[1]]
         sent = self.link_free[link] = max(now, self.link_free[link]) + transfer
         heappush(self.events, (sent + latency, ~receiver, message))
         if self.blocking:

@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 _FORMS = (
     "lognormal:SIGMA, pareto:ALPHA, lengths:SIGMA, slow-nodes:FRACTION,FACTOR, "
-    "slow-links:FRACTION,FACTOR, paper:P,BASE_MS,ALPHA or J0 to J3"
+    "slow-links:FRACTION,FACTOR, messages:SIGMA, paper:P,BASE_MS,ALPHA or J0 to J3"
 )
 
 
@@ -48,6 +48,8 @@ class JitterLaw:
     """Pareto exponent, for every task on its own: the smaller, the heavier the tail; above 1."""
     lengths: float = 0.0
     """Lognormal sigma over microbatches, the same on all stages: sequences differ in length."""
+    messages: float = 0.0
+    """Lognormal sigma of every message's latency; a late one does not hold up those behind it."""
     slow_nodes: Slow = field(default_factory=Slow)
     slow_links: Slow = field(default_factory=Slow)
     delays: JitterConfig | None = None
@@ -105,10 +107,10 @@ def _parse_one(name: str, numbers: str) -> dict[str, object]:
         return {name.replace("-", "_"): Slow(fraction, factor)}
     if len(values) == 1:
         (value,) = values
-        if name in ("lognormal", "lengths"):
+        if name in ("lognormal", "lengths", "messages"):
             if not 0 <= value < math.inf:
                 raise ValueError("sigma is finite and not negative")
-            return {"sigma" if name == "lognormal" else "lengths": value}
+            return {"sigma" if name == "lognormal" else name: value}
         if name == "pareto":
             if not 1 < value < math.inf:
                 raise ValueError("the exponent is above 1, or the mean would be infinite")

@@ -101,7 +101,7 @@ class Policy:
     hint: str = "bfw-depth"
     """A name of `schedules.SCHEDULES`, or ``module:Name``."""
     live_limit: str | None = None
-    """Such as ``12`` or ``1.5p``; the hint's own if None."""
+    """Such as ``12`` or ``1.5p``, or one per stage, ``4,3,2``; the hint's own if None."""
     pipedream_2bw: bool = False
     """Two-buffered weights: the pipeline goes on with the next batch while one ends."""
     clipping: Clipping = Clipping.EXACT
@@ -123,31 +123,46 @@ class Policy:
         """The limit, as the user wrote it or the hint sets it."""
         return self.live_limit or self.hint_class.live_limit
 
-    def limit(self, stages: int) -> int:
-        """The limit in microbatches.
+    def limits(self, stages: int) -> list[int]:
+        """The limit of every stage, in microbatches.
 
         Raises:
-            UsageError: It is no limit.
+            UsageError: One is no limit, or there is another number of them.
         """
         try:
-            return parse_live_limit(self.limit_text, stages)
+            limits = [parse_live_limit(text, stages) for text in self.limit_text.split(",")]
         except ValueError as error:
             raise UsageError(f"--live-limit {self.limit_text}: {error}") from None
+        if len(limits) not in (1, stages):
+            raise UsageError(
+                f"--live-limit {self.limit_text}: {len(limits)} limits for {stages} stages; give "
+                "one, or one per stage"
+            )
+        return limits * stages if len(limits) == 1 else limits
 
     def check(self, pipeline: Pipeline) -> None:
         """Refuse what cannot run.
 
         Raises:
-            UsageError: The hint refuses the pipeline, or the limit is below what it needs.
+            UsageError: The hint refuses the pipeline.
         """
-        hint, limit = self.hint_class, self.limit(pipeline.stages)
-        place = Place(0, pipeline.stages, pipeline.microbatches, limit, pipeline.chunks)
+        limits = self.limits(pipeline.stages)
+        place = Place(0, pipeline.stages, pipeline.microbatches, limits[0], pipeline.chunks)
         try:
-            hint(place)
+            self.hint_class(place)
         except ValueError as error:
             raise UsageError(f"--hint {self.hint}: {error}") from None
-        least = least_limit(hint, pipeline.stages, pipeline.microbatches, pipeline.chunks)
-        if self.live_limit is not None and limit < least:
+
+    def check_limit(self, pipeline: Pipeline) -> None:
+        """Refuse a limit that a schedule would not keep.
+
+        Raises:
+            UsageError: The order is fixed and holds more.
+        """
+        least = least_limit(
+            self.hint_class, pipeline.stages, pipeline.microbatches, pipeline.chunks
+        )
+        if self.live_limit is not None and max(self.limits(pipeline.stages)) < least:
             raise UsageError(
                 f"--live-limit {self.live_limit}: {self.hint} holds {least} microbatches here, "
                 f"whatever the limit; give at least {least}, or leave it out"
@@ -162,8 +177,8 @@ class Policy:
         return " ".join(words)
 
 
-BASELINE = Policy("1f1b", "p")
-"""What speedups are measured against: Megatron's order, a flush after every batch."""
+BASELINE = Policy("1f1b")
+"""What speedups are measured against: Megatron's order and memory, a flush after every batch."""
 
 
 def check_time(flag: str, value: float) -> None:

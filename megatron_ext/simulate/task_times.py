@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.jitter import Jitter, JitterConfig
@@ -114,7 +115,7 @@ class TaskTimes:
         """The times of forwards, backwards and weight gradients, fast to look up."""
         backward = self.backward - self.weight if splits_weight else self.backward
         weight = self.weight if splits_weight else self.weight[:, :0]
-        return (_as_rows(self.forward), _as_rows(backward), _as_rows(weight))
+        return (as_rows(self.forward), as_rows(backward), as_rows(weight))
 
 
 def draw_times(
@@ -134,9 +135,7 @@ def draw_times(
             drawn[kind].append(factors)
     order = _storage_order(replicas, stages, chunks)
     slow = np.repeat(node_factors(pipeline, network, law, generator), chunks)
-    lengths = [
-        law.length_factors(generator, pipeline.all_microbatches) for _ in range(replicas)
-    ]
+    lengths = [law.length_factors(generator, pipeline.all_microbatches) for _ in range(replicas)]
     length = np.repeat(np.array(lengths), stages * chunks, axis=0)
     forward, backward = (
         np.concatenate(parts, axis=1)[order]
@@ -151,7 +150,7 @@ def draw_times(
     return times
 
 
-def _storage_order(replicas: int, stages: int, chunks: int) -> Array:
+def _storage_order(replicas: int, stages: int, chunks: int) -> NDArray[np.int_]:
     """Index of every storage row among rows by (replica, virtual stage)."""
     virtual = np.arange(replicas * chunks * stages).reshape(replicas, chunks, stages)
     return np.ascontiguousarray(virtual.transpose(0, 2, 1)).reshape(-1)
@@ -161,15 +160,19 @@ def _add_delays(times: TaskTimes, pipeline: Pipeline, config: JitterConfig, seed
     """Delay tasks as --rrfp-jitter does, with its own draws; a unit of time is a millisecond."""
     chunks = pipeline.chunks
     forward, backward = times.forward, times.backward
-    iteration = seed
+    iteration = [seed]  # under way; its draws are those of a training's iteration of that number
     for rank in range(pipeline.pipeline_ranks):
         replica, stage = divmod(rank, pipeline.stages)
         delays = Jitter(
-            config, stage=stage, replica=replica, iteration=lambda: iteration, stopwatch=_UNUSED
+            config,
+            stage=stage,
+            replica=replica,
+            iteration=lambda: iteration[0],
+            stopwatch=_UNUSED,
         )
         for column in range(pipeline.all_microbatches):
             number, microbatch = divmod(column, pipeline.microbatches)
-            iteration = seed + number
+            iteration[0] = seed + number
             for chunk in range(chunks):
                 row = rank * chunks + chunk
                 for kind, table in ((Kind.FORWARD, forward), (Kind.BACKWARD, backward)):
@@ -189,7 +192,8 @@ class _NoStopwatch:
 _UNUSED = _NoStopwatch()
 
 
-def _as_rows(table: Array) -> Rows:
+def as_rows(table: Array) -> Rows:
+    """The rows of a table, fast to look up one by one."""
     rows = []
     for row in table:
         values = array("d")
