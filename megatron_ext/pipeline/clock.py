@@ -13,7 +13,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,11 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from megatron_ext.errors import PipelineError
+from megatron_ext.pipeline.clock_reading import ClockReading
+
+__all__ = ["ClockReading", "compare_clocks"]
 
 _EXCHANGES = 16
-
-
-@dataclass(frozen=True)
-class ClockReading:
-    """This rank's clock, `time.perf_counter`, against that of rank 0."""
-
-    run: str
-    """A word that all ranks of this run share, and no other run."""
-    host: str
-    offset_s: float
-    """What this rank's clock shows more than rank 0's at the same moment."""
-    uncertainty_s: float
-    """The offset is off by no more than this."""
 
 
 def compare_clocks(

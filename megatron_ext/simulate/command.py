@@ -13,6 +13,7 @@ from rich.table import Table
 from megatron_ext.progress import ProgressLine
 from megatron_ext.simulate import flags
 from megatron_ext.simulate.job import Job, Summary, summarize
+from megatron_ext.simulate.trace_files import write_traces
 
 add_arguments = flags.add_arguments
 
@@ -41,6 +42,9 @@ def _simulate(args: argparse.Namespace) -> int:
     result: dict[str, Any] = asdict(summary)
     result["policy"] = str(policy)
     result["seeds"] = list(seeds)
+    if args.trace is not None:
+        outcome = job.run(job.draw(seeds[0]), policy, record=True)
+        write_traces(args.trace, job.pipeline, policy, outcome)
     peak_gb = memory.peak_gb(summary.peak_live, job.pipeline.chunks, policy)
     if peak_gb:
         result["peak_gb"] = peak_gb
@@ -54,11 +58,11 @@ def _simulate(args: argparse.Namespace) -> int:
 def _show(job: Job, policy: str, summary: Summary, peak_gb: float, seeds: int) -> None:
     """Print the result for a reader."""
     pipeline = job.pipeline
-    table = Table(
-        title=f"{policy}: {pipeline.stages} stages, {pipeline.microbatches} microbatches, "
-        f"{pipeline.ranks} ranks; mean of {seeds} draw{'s' * (seeds > 1)}",
-        show_header=False,
+    print(
+        f"{policy}: {pipeline.stages} stages, {pipeline.microbatches} microbatches, "
+        f"{pipeline.ranks} ranks; mean of {seeds} draw{'s' * (seeds > 1)}"
     )
+    table = Table(show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_row("makespan", f"{summary.makespan:.3f}")
