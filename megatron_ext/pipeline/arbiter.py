@@ -91,7 +91,8 @@ class Arbiter:
         ready = self._ready
         ready.forwards, ready.backwards = [], []
         ready.weight = self._deferred[0] if self._deferred else None
-        if self.live < self._most_live:
+        ready.full = self.live >= self._most_live
+        if not ready.full:
             for chunk, task in enumerate(self._next_forwards):
                 if task.microbatch in self._activations[chunk] or self._starts[chunk]:
                     if chunk == 0 and not self._may_enter(task.microbatch):

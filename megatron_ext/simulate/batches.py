@@ -9,13 +9,29 @@ from __future__ import annotations
 
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.hints import Place
+from megatron_ext.pipeline.task import Kind, Task
 from megatron_ext.simulate.pipeline import Pipeline, Policy
 
 
 class GatedArbiter(Arbiter):
-    """An arbiter that lets only the first `admitted` microbatches enter the stage."""
+    """An arbiter that lets only the first `admitted` microbatches enter the stage.
+
+    Weight gradients may run in `weight_pieces`, with other tasks in between, as they could layer
+    by layer. The microbatch is held until the last piece is done.
+    """
 
     admitted = 0
+    weight_pieces = 1
+    _pieces_done = 0
+
+    def completed(self, task: Task) -> None:
+        """As in the base class; only the last piece of a weight gradient completes it."""
+        if self.weight_pieces > 1 and task.kind is Kind.WEIGHT:
+            self._pieces_done += 1
+            if self._pieces_done < self.weight_pieces:
+                return
+            self._pieces_done = 0
+        super().completed(task)
 
     def _may_enter(self, microbatch: int) -> bool:
         return microbatch < self.admitted and super()._may_enter(microbatch)
@@ -62,4 +78,5 @@ class Batches:
         place = Place(stage, pipeline.stages, microbatches, self._limits[stage], pipeline.chunks)
         arbiter = GatedArbiter(place, self._hint(place))
         arbiter.admitted = microbatches
+        arbiter.weight_pieces = pipeline.weight_pieces
         return arbiter

@@ -85,7 +85,10 @@ class _Run:
         ranks = pipeline.pipeline_ranks
         self.pipeline = pipeline
         self.hint: type[Hint] = policy.hint_class
-        self.rows = times.rows(self.hint.splits_weight)
+        splits = self.hint.splits_weight
+        pieces = pipeline.weight_pieces if splits else 1
+        self.rows = times.rows(splits, pieces)
+        self.tasks = pipeline.all_microbatches * pipeline.chunks * (2 + splits * pieces)
         self.blocking = blocking
         self.message_factors = message_factors
         self.routes = make_routes(pipeline, hops)
@@ -95,7 +98,8 @@ class _Run:
         self.base = [0] * ranks  # the first microbatch of the arbiter
         self.forwards = [0] * ranks  # done, of the arbiter's batches
         self.peaks = [0] * ranks
-        self.left = [pipeline.microbatches * pipeline.chunks] * (ranks * pipeline.iterations)
+        last_tasks = pipeline.microbatches * pipeline.chunks * pieces
+        self.left = [last_tasks] * (ranks * pipeline.iterations)  # backwards, or weight gradients
         self.busy = [False] * ranks
         self.busy_time = [0.0] * ranks
         self.idle = IdleTimes(ranks)
@@ -274,10 +278,9 @@ class _Run:
                     f"the hint {self.hint.__name__} chose no task although some were ready: stage "
                     f"{rank % pipeline.stages} stalled in iteration {batch + 1}"
                 )
-        tasks = pipeline.all_microbatches * pipeline.chunks * (2 + self.hint.splits_weight)
         for rank, arbiter in enumerate(self.arbiters):
             self.peaks[rank] = max(self.peaks[rank], arbiter.peak_live)
-            idle.by_cause[rank][Cause.AGREEMENT] += tasks * pipeline.decision
+            idle.by_cause[rank][Cause.AGREEMENT] += self.tasks * pipeline.decision
             if idle.since[rank] >= 0:
                 idle.end_by_update(rank, self.now, self.updates.ended[-1])
         return Outcome(

@@ -94,7 +94,7 @@ class Job:
     def tasks(self, policy: Policy) -> int:
         """How many tasks a run has."""
         pipeline = self.pipeline
-        kinds = 3 if policy.hint_class.splits_weight else 2
+        kinds = 2 + policy.hint_class.splits_weight * pipeline.weight_pieces
         return kinds * pipeline.pipeline_ranks * pipeline.chunks * pipeline.all_microbatches
 
 

@@ -111,10 +111,10 @@ class TaskTimes:
         rows = self.forward.sum(axis=1) + self.backward.sum(axis=1)
         return np.asarray(rows.reshape(-1, chunks).sum(axis=1))
 
-    def rows(self, splits_weight: bool) -> tuple[Rows, Rows, Rows]:
-        """The times of forwards, backwards and weight gradients, fast to look up."""
+    def rows(self, splits_weight: bool, weight_pieces: int = 1) -> tuple[Rows, Rows, Rows]:
+        """The times of forwards, backwards and pieces of weight gradients, fast to look up."""
         backward = self.backward - self.weight if splits_weight else self.backward
-        weight = self.weight if splits_weight else self.weight[:, :0]
+        weight = self.weight / weight_pieces if splits_weight else self.weight[:, :0]
         return (as_rows(self.forward), as_rows(backward), as_rows(weight))
 
 
