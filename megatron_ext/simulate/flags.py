@@ -147,6 +147,30 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_modes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--from-trace",
+        type=Path,
+        metavar="DIR",
+        help="take times from the traces of a short run; ask with the flags above",
+    )
+    group.add_argument("--traced-hint", metavar="HINT", help="of that run (else it is guessed)")
+    group.add_argument("--traced-limit", metavar="LIMIT", help="of that run (else it is guessed)")
+    group.add_argument(
+        "--split",
+        type=counts,
+        default=[],
+        metavar="N,N[,N...]",
+        help="with --from-trace: layers of each virtual stage instead of --layers",
+    )
+    group.add_argument(
+        "--recommend", action="store_true", help="search for the fastest flags within --memory-gb"
+    )
+    group.add_argument("--memory-gb", type=float, metavar="X", help="what a stage may take")
+    group.add_argument(
+        "--preset",
+        choices=["paper"],
+        help="the settings of RRFP's evaluation; prints docs/paper-comparison.md",
+    )
     group.add_argument("--json", action="store_true", help="print JSON")
     group.add_argument("--no-baseline", action="store_true", help="do not run 1F1B to compare with")
     group.add_argument(
@@ -261,3 +285,25 @@ def given_seeds(args: argparse.Namespace) -> range:
 def _or(given: int | None, default: int) -> int:
     """What was given, 0 included."""
     return default if given is None else given
+
+
+def check_modes(args: argparse.Namespace) -> None:
+    """Refuse flags that ask for two things at once, or for one that needs another.
+
+    Raises:
+        UsageError: They do.
+    """
+    if args.from_trace is not None:
+        for flag in ("durations", "trace", "preset"):
+            if getattr(args, flag) is not None:
+                raise UsageError(f"--{flag} and --from-trace do not go together")
+        if args.jitter != "none":
+            raise UsageError("--jitter and --from-trace: the trace has its own; leave it out")
+    else:
+        for flag in ("traced_hint", "traced_limit"):
+            if getattr(args, flag) is not None:
+                raise UsageError(f"--{flag.replace('_', '-')} needs --from-trace DIR")
+        if args.split:
+            raise UsageError("--split needs --from-trace DIR; else give --layers")
+    if args.memory_gb is not None and not args.recommend:
+        raise UsageError("--memory-gb needs --recommend")

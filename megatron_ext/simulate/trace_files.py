@@ -90,7 +90,7 @@ def batches(
         ]
         if update[1] > update[0]:
             batch.reductions.append(Span(update[0] * _SECONDS, update[1] * _SECONDS))
-            ended = max(ended, update[1])
+        ended = max(ended, update[1])
         yield batch
 
 
