@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     if args.preset:
         from megatron_ext.simulate.paper_comparison import print_comparison
 
-        return print_comparison(flags.given_seeds(args))
+        print_comparison(args.preset, flags.given_seeds(args))
+        return 0
     if args.from_trace is not None:
         return _from_trace(args)
     job = flags.given_job(args)

@@ -168,8 +168,10 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--memory-gb", type=float, metavar="X", help="what a stage may take")
     group.add_argument(
         "--preset",
-        choices=["paper"],
-        help="the settings of RRFP's evaluation; prints docs/paper-comparison.md",
+        nargs="?",
+        const="paper",
+        choices=["paper", "table1", "table2", "table3", "table6", "table7", "table8"],
+        help="the settings of RRFP's evaluation, its tables beside simulated ones",
     )
     group.add_argument("--json", action="store_true", help="print JSON")
     group.add_argument("--no-baseline", action="store_true", help="do not run 1F1B to compare with")

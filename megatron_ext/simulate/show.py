@@ -12,7 +12,6 @@ from megatron_ext.simulate.pipeline import Pipeline, Policy
 from megatron_ext.simulate.recommend import Candidate
 from megatron_ext.simulate.replay import Replay
 
-
 _SHOWN = 15  # the rest is in --json
 
 

@@ -42,7 +42,8 @@ class TracedRun:
     peak_live: int
     batches: list[TracedBatch]
     hop_latency: float
-    """Median time from the end of a task to the arrival of its message, and to notice that."""
+    """Median time from the end of a task to the arrival of its message, and until a stage that
+    waits for it begins, less the overhead of the task that it then runs."""
     task_overhead: float
     """Mean time between two tasks with no wait between them."""
 
@@ -72,6 +73,7 @@ def read_traces(folder: Path) -> TracedRun:
         batches.append(batch)
     if not batches:
         raise UsageError(f"--from-trace {folder}: no training iteration is complete on all ranks")
+    overhead = _task_overhead(ordered, sorted(complete))
     return TracedRun(
         stages=stages,
         chunks=chunks,
@@ -80,8 +82,8 @@ def read_traces(folder: Path) -> TracedRun:
         splits_weight=splits,
         peak_live=max(rank.peak_live for rank in ordered),
         batches=batches,
-        hop_latency=_hop_latency(ordered),
-        task_overhead=_task_overhead(ordered, sorted(complete)),
+        hop_latency=_hop_latency(ordered, overhead),
+        task_overhead=overhead,
     )
 
 
@@ -126,13 +128,14 @@ def _batch(
     return TracedBatch(ranks[0].iterations[number], times, ended - started, orders)
 
 
-def _hop_latency(ranks: list[RankTrace]) -> float:
+def _hop_latency(ranks: list[RankTrace], overhead: float) -> float:
     """Median over all messages, plus the median time to notice one that is waited for."""
     sent = {flow: at for rank in ranks for flow, at in rank.sent.items()}
     hops = [at - sent[flow] for rank in ranks for flow, at in rank.arrived.items() if flow in sent]
     noticed = [delay for rank in ranks for delay in rank.wake_delays]
     hop = statistics.median(hops) if hops else 0.0
-    return max(hop, 0.0) + (statistics.median(noticed) if noticed else 0.0)
+    notice = statistics.median(noticed) - overhead if noticed else 0.0
+    return max(hop, 0.0) + max(notice, 0.0)
 
 
 def _task_overhead(ranks: list[RankTrace], numbers: list[int]) -> float:
