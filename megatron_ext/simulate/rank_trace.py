@@ -33,6 +33,8 @@ class RankTrace:
     iterations: dict[int, int] = field(default_factory=dict)
     tasks: dict[int, list[RanTask]] = field(default_factory=dict)
     """By batch, in order."""
+    all_tasks: list[RanTask] = field(default_factory=list)
+    """In order, those of evaluations too."""
     waits: list[tuple[float, float]] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=dict)
     """When the task ended that sent a message, by the number of its arrow."""
@@ -56,11 +58,7 @@ def read_rank(folder: Path) -> dict[int, RankTrace]:
     Raises:
         UsageError: There are none, those of several runs, or one is cut off.
     """
-    try:
-        files = rank_files(folder, [])
-    except UsageError as error:
-        raise UsageError(f"--from-trace: {error}") from None
-    return {int(file.about["rank"]): _read(file) for file in files}
+    return {int(file.about["rank"]): _read(file) for file in rank_files(folder, [])}
 
 
 def _read(file: RankFile) -> RankTrace:
@@ -85,8 +83,9 @@ def _read(file: RankFile) -> RankTrace:
         elif phase == "f":
             used[event["id"]] = at
     if warnings:
-        raise UsageError(f"--from-trace: {warnings[0]}; trace a run that ends well")
+        raise UsageError(f"{warnings[0]}; trace a run that ends well")
     ran.sort(key=lambda one: one.started)
+    trace.all_tasks = ran
     for number, (start, end) in trace.batches.items():
         trace.tasks[number] = [
             one for one in ran if start - _SLACK <= one.started and one.ended <= end + _SLACK

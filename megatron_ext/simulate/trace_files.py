@@ -25,6 +25,7 @@ from megatron_ext.simulate.outcome import Outcome, Recording
 from megatron_ext.simulate.pipeline import Pipeline, Policy
 
 _SECONDS = 1e-3  # of a unit of time
+_INSIDE_S = 1e-8
 
 
 def write_traces(folder: Path, pipeline: Pipeline, policy: Policy, outcome: Outcome) -> None:
@@ -78,7 +79,8 @@ def batches(
             peak = max(peak, live)
             batch.loads.append(Load(one.ended * _SECONDS, 0, live))
             if header := _sent(pipeline, stage, task, number):
-                batch.sent.append(MessageTime(header, one.ended * _SECONDS))
+                # Inside the task, or the arrow would start from nothing.
+                batch.sent.append(MessageTime(header, one.ended * _SECONDS - _INSIDE_S))
         batch.peak_live = peak
         for arrival in recording.arrived:
             if arrival.microbatch // size == number and arrival.chunk < chunks:

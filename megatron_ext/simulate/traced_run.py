@@ -93,7 +93,10 @@ def read_rank_files(folder: Path) -> dict[int, RankTrace]:
     Raises:
         UsageError: One is missing or cut off.
     """
-    ranks = read_rank(folder)
+    try:
+        ranks = read_rank(folder)
+    except UsageError as error:
+        raise UsageError(f"--from-trace: {error}") from None
     world = next(iter(ranks.values())).world_size
     missing = sorted(set(range(world)) - set(ranks))
     if missing:
