@@ -14,27 +14,30 @@ from megatron_ext.simulate.pipeline import Pipeline, Policy
 
 
 class GatedArbiter(Arbiter):
-    """An arbiter that lets only the first `admitted` microbatches enter the stage.
-
-    Weight gradients may run in `weight_pieces`, with other tasks in between, as they could layer
-    by layer. The microbatch is held until the last piece is done.
-    """
+    """An arbiter that lets only the first `admitted` microbatches enter the stage."""
 
     admitted = 0
+
+    def _may_enter(self, microbatch: int) -> bool:
+        return microbatch < self.admitted and super()._may_enter(microbatch)
+
+
+class PiecewiseArbiter(GatedArbiter):
+    """Runs weight gradients in pieces, with other tasks in between, as if layer by layer.
+
+    A microbatch is held until the last piece is done.
+    """
+
     weight_pieces = 1
     _pieces_done = 0
 
     def completed(self, task: Task) -> None:
         """As in the base class; only the last piece of a weight gradient completes it."""
-        if self.weight_pieces > 1 and task.kind is Kind.WEIGHT:
-            self._pieces_done += 1
-            if self._pieces_done < self.weight_pieces:
+        if task.kind is Kind.WEIGHT:
+            self._pieces_done = (self._pieces_done + 1) % self.weight_pieces
+            if self._pieces_done:
                 return
-            self._pieces_done = 0
         super().completed(task)
-
-    def _may_enter(self, microbatch: int) -> bool:
-        return microbatch < self.admitted and super()._may_enter(microbatch)
 
 
 class Batches:
@@ -76,7 +79,11 @@ class Batches:
     def _make(self, stage: int, microbatches: int) -> GatedArbiter:
         pipeline = self._pipeline
         place = Place(stage, pipeline.stages, microbatches, self._limits[stage], pipeline.chunks)
-        arbiter = GatedArbiter(place, self._hint(place))
+        hint = self._hint(place)
+        if pipeline.weight_pieces == 1:
+            arbiter = GatedArbiter(place, hint)
+        else:
+            arbiter = PiecewiseArbiter(place, hint)
+            arbiter.weight_pieces = pipeline.weight_pieces
         arbiter.admitted = microbatches
-        arbiter.weight_pieces = pipeline.weight_pieces
         return arbiter
