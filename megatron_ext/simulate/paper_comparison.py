@@ -51,8 +51,9 @@ def _head(*names: str, words: int = 2) -> Lines:
 def _speedups(settings: tuple[Setting, ...]) -> Callable[[range], Lines]:
     def lines(seeds: range) -> Lines:
         yield from _head(
-            "model", "layout", "F (ms)", "paper BF", "free messages", "blocking", "order only",
-            "paper BFW", "blocking", "`bfw-room` `p`",
+            "model", "layout", "F (ms)",
+            "paper BF", "BF, free messages", "BF", "1F1B's order at 32",
+            "paper BFW", "BFW", "`bfw-room` at `p`",
         )  # fmt: skip
         for setting in settings:
 
@@ -100,7 +101,7 @@ def _table_3(seeds: range) -> Lines:
 
 def _table_6(seeds: range) -> Lines:
     yield from _head(
-        "level", "paper 1F1B", "simulated", "paper BF", "simulated", "`bfw-room` `p`", words=1
+        "level", "paper 1F1B", "simulated", "paper BF", "simulated", "`bfw-room` at `p`", words=1
     )
     setting = paper.TABLE_6_SETTING
     for level, (fixed, ready) in paper.TABLE_6.items():
@@ -141,7 +142,7 @@ def _table_7(seeds: range) -> Lines:
 
 
 def _table_8(seeds: range) -> Lines:
-    yield from _head("model", "varied", "value", "paper BF", "free messages", "blocking")
+    yield from _head("model", "varied", "value", "paper BF", "BF, free messages", "BF")
     cases: list[tuple[str, int, Setting, float]] = []
     for model, tensor, batch, by_stages in paper.TABLE_8_STAGES:
         for stages, speedup in by_stages.items():
