@@ -52,6 +52,7 @@ from megatron_ext import hooks  # noqa: E402
 from megatron_ext.arguments import RrfpConfig  # noqa: E402
 from megatron_ext.pipeline import jitter, weight_grad  # noqa: E402
 from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
+from megatron_ext.pipeline.trace_window import TraceWindow  # noqa: E402
 
 SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
 
@@ -83,6 +84,7 @@ POLICIES = (
     Policy("bf", "2p"),
     Policy("bfw", "p"),
     Policy("bfw-depth", "p"),
+    Policy("bfw-room", "p"),
     Policy("bfw", "1.5p"),
     Policy("bfw", "2p"),
     Policy("bfw-depth", "2p"),
@@ -204,6 +206,13 @@ def make_delays(setting: Setting, stage: int) -> jitter.Jitter | None:
     )
 
 
+def _trace_window(args: argparse.Namespace, policy: Policy) -> TraceWindow | None:
+    """Where a policy's traces go; the warm-up, iteration 0, is not traced."""
+    if args.trace is None:
+        return None
+    return TraceWindow(args.trace / policy.name.replace(" ", "-"))
+
+
 def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -221,11 +230,17 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
     model = EmulatedStage(config)
     delays: jitter.Jitter | None = None
     hooks.install(hooks.jitter_hooks(lambda: delays))
+    number = 0  # of the setting, from 1
     executors = {
         policy: StageExecutor(
-            RrfpConfig(hint=policy.hint, live_limit=policy.live_limit, timeout_s=120),
+            RrfpConfig(
+                hint=policy.hint,
+                live_limit=policy.live_limit,
+                timeout_s=120,
+                trace=_trace_window(args, policy),
+            ),
             seed=1,
-            iteration=lambda: 0,
+            iteration=lambda: number,
             jitter=lambda: delays,
         )
         for policy in args.policies
@@ -265,7 +280,7 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
     warm_up = Durations(*(np.zeros((args.stages, 2 * args.stages)) for _ in range(2)))
     for policy in args.policies:
         run(policy, warm_up)
-    for setting in settings(args):
+    for number, setting in enumerate(settings(args), 1):  # noqa: B007
         durations = Durations.draw(args, setting.sigma, setting.seed)
         for policy in args.policies:
             delays = make_delays(setting, rank)  # afresh: it learns how long tasks take
@@ -407,6 +422,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="LEVEL",
         choices=list(jitter.LEVELS),
         help="also run with the injected delays J1, J2 and J3 of the paper, or those named here",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="trace every policy but Megatron's into a folder of its own in DIR, one iteration per "
+        "setting; megatron-ext simulate --from-trace reads it",
     )
     parser.add_argument("--json", type=Path, help="write the records to this file")
     args = parser.parse_args(argv)
