@@ -6,6 +6,7 @@ Pure configuration: this file reads Megatron's parsed arguments but imports no M
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -32,6 +33,23 @@ class RrfpConfig:
     """Seconds without any progress after which the run is ended."""
     trace: TraceWindow | None = None
     """Where to write traces, and of which iterations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipedream2bwConfig:
+    """Two weight versions (PipeDream-2BW): the pipeline does not drain between batches."""
+
+    clip: str = "exact"
+    """Whose gradient norm clips: exact is all stages' as without 2BW, stage its own, off none."""
+    error_feedback: float = 1.0
+    """Coefficient of the correction of each update by the one before; 0 is none."""
+    start_iteration: int = 0
+    """The first iteration, from 0, that is delayed; those before are flushed."""
+    end_iteration: int | None = None
+    """The first iteration that is not delayed any more."""
+
+
+CLIPS = ("exact", "stage", "off")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -85,6 +103,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "probability P by ALPHA * max(BASE_MS, average time of such a task) * (0.5 to 1.5). The "
         "same tasks are delayed whatever the schedule; the results do not change.",
     )
+    group = parser.add_argument_group("megatron_ext: two weight versions (PipeDream-2BW)")
+    group.add_argument(
+        "--pipedream-2bw",
+        action="store_true",
+        help="Do not drain the pipeline between iterations: gradients are exactly one step old. "
+        "Needs --pipeline-schedule rrfp. Use it with --optimizer muon.",
+    )
+    group.add_argument(
+        "--pipedream-2bw-clip",
+        choices=CLIPS,
+        default=Pipedream2bwConfig.clip,
+        help="How --clip-grad works. exact: by the norm over all stages, as without 2BW, with a "
+        "second gradient buffer. stage: by each stage's own norm. off: not. "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--pipedream-2bw-error-feedback",
+        metavar="LAMBDA",
+        type=float,
+        default=Pipedream2bwConfig.error_feedback,
+        help="After each update u_k also subtract LAMBDA * (u_k - u_{k-1}), which repairs most of "
+        "what the delay costs. 0 turns it off. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pipedream-2bw-start-iteration",
+        metavar="N",
+        default="0",
+        help="Run the first N iterations, or this fraction of the run (0.1), flushed and "
+        "undelayed. (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pipedream-2bw-end-iteration",
+        metavar="N",
+        help="Run the iterations after the first N, or after this fraction of the run, flushed "
+        "and undelayed again. (default: none are)",
+    )
     group = parser.add_argument_group("megatron_ext: general")
     group.add_argument(
         "--allow-untested-megatron",
@@ -131,7 +185,7 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
             )
         return None
     depth = args.pipeline_model_parallel_size
-    if depth < 2:
+    if depth < 2 and not args.pipedream_2bw:
         raise UsageError(
             "--pipeline-schedule rrfp needs a pipeline: "
             f"--pipeline-model-parallel-size is {depth}, the least is 2"
@@ -166,6 +220,67 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
     )
 
 
+def pipedream_2bw_config(args: argparse.Namespace) -> Pipedream2bwConfig | None:
+    """When and how training is delayed by a step, or None.
+
+    Args:
+        args: Megatron's validated arguments with our flags in them.
+
+    Raises:
+        UsageError: The settings cannot work with each other or with Megatron's.
+    """
+    if not args.pipedream_2bw:
+        for name, default in (("clip", Pipedream2bwConfig.clip), ("end_iteration", None)):
+            if getattr(args, f"pipedream_2bw_{name}") != default:
+                flag = f"--pipedream-2bw-{name.replace('_', '-')}"
+                raise UsageError(f"{flag} does nothing without --pipedream-2bw")
+        return None
+    if args.pipeline_schedule != "rrfp":
+        raise UsageError("--pipedream-2bw needs --pipeline-schedule rrfp")
+    if args.rrfp_hint is not None and find_hint(args.rrfp_hint).fixed_order:
+        raise UsageError(
+            f"--pipedream-2bw does not go with --rrfp-hint {args.rrfp_hint}: a fixed order ends "
+            "with its batch; use bfw"
+        )
+    _refuse(args, "--pipedream-2bw", _WITHOUT_SECOND_VERSION, "leave one of the two out")
+    clip, feedback = args.pipedream_2bw_clip, args.pipedream_2bw_error_feedback
+    if clip != "exact" and args.fp16:
+        raise UsageError(
+            f"--pipedream-2bw-clip {clip} does not go with --fp16: an overflow on one stage must "
+            "skip the update on all; use exact"
+        )
+    if not (math.isfinite(feedback) and feedback >= 0):
+        raise UsageError(f"--pipedream-2bw-error-feedback {feedback} is no coefficient")
+    start = _iteration(args, "start", args.pipedream_2bw_start_iteration)
+    end = _iteration(args, "end", args.pipedream_2bw_end_iteration)
+    if end is not None and end <= (start or 0):
+        raise UsageError(
+            f"--pipedream-2bw-end-iteration {end} is not after --pipedream-2bw-start-iteration "
+            f"{start}"
+        )
+    return Pipedream2bwConfig(
+        clip=clip, error_feedback=feedback, start_iteration=start or 0, end_iteration=end
+    )
+
+
+def _iteration(args: argparse.Namespace, which: str, text: str | None) -> int | None:
+    """An iteration given as a number or, with a point, as a fraction of the run."""
+    if text is None:
+        return None
+    flag = f"--pipedream-2bw-{which}-iteration"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0 or not math.isfinite(value):
+        raise UsageError(f"{flag} {text} is neither an iteration nor a fraction of the run")
+    if "." not in str(text):
+        return int(value)
+    if value > 1 or not args.train_iters:
+        raise UsageError(f"{flag} {text} is a fraction of --train-iters, from 0.0 to 1.0")
+    return round(value * int(args.train_iters))
+
+
 def jitter_config(args: argparse.Namespace) -> JitterConfig | None:
     """The delays to inject, with either schedule, or None.
 
@@ -178,9 +293,10 @@ def jitter_config(args: argparse.Namespace) -> JitterConfig | None:
     return config
 
 
-def describe(config: RrfpConfig) -> str:
+def describe(config: RrfpConfig | Pipedream2bwConfig) -> str:
     """The settings in one line for the log."""
-    config = replace(config, live_limit=config.live_limit or find_hint(config.hint).live_limit)
+    if isinstance(config, RrfpConfig):
+        config = replace(config, live_limit=config.live_limit or find_hint(config.hint).live_limit)
     values = ((field.name, getattr(config, field.name)) for field in fields(config))
     return ", ".join(f"{name} {value}" for name, value in values if value is not None)
 
@@ -225,6 +341,24 @@ _WITHOUT_STEPS: tuple[_Unsupported, ...] = (
     ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", bool),
     ("hybrid_context_parallel", "--hybrid-context-parallel", bool),
     ("cuda_graph_impl", "--cuda-graph-impl", _names_an_implementation),
+)
+# What changes weights or gradients past the two versions of them.
+_WITHOUT_SECOND_VERSION: tuple[_Unsupported, ...] = (
+    ("overlap_param_gather", "--overlap-param-gather", bool),
+    ("iterations_to_skip", "--iterations-to-skip", bool),
+    ("rerun_mode", "--rerun-mode", lambda value: value == "report_determinism_stats"),
+    ("qk_clip", "--qk-clip", bool),
+    ("fp8", "--fp8-format", _given),
+    ("fp4", "--fp4-format", _given),
+    ("optimizer_cpu_offload", "--optimizer-cpu-offload", bool),
+    ("use_precision_aware_optimizer", "--use-precision-aware-optimizer", bool),
+    (
+        "num_distributed_optimizer_instances",
+        "--num-distributed-optimizer-instances",
+        _more_than_one,
+    ),
+    ("moe_router_enable_expert_bias", "--moe-router-enable-expert-bias", bool),
+    ("vision_pretraining", "--vision-pretraining", bool),
 )
 _UNSUPPORTED: tuple[_Unsupported, ...] = (
     ("gtp_weight_remat_size", "--generalized-tensor-parallel-remat-size", _more_than_one),

@@ -39,6 +39,7 @@ from megatron_ext.pipeline.jitter import (
 )
 
 if TYPE_CHECKING:
+    from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates
     from megatron_ext.pipeline.metrics import Metrics
     from megatron_ext.pipeline.stage import StageExecutor
 
@@ -68,6 +69,7 @@ class Hook:
 _executor: StageExecutor | None = None
 _metrics: Metrics | None = None
 _jitter: Jitter | None = None
+_delayed: DelayedUpdates | None = None
 
 _installed: dict[Hook, tuple[Function, Function]] = {}
 """Original and replacement of every hook in place."""
@@ -205,6 +207,7 @@ def _set_global_variables(original: Function) -> Function:
     def set_global_variables(args: Any, *rest: Any, **named: Any) -> Any:
         # Every way into Megatron comes by here, once, with arguments parsed and validated.
         rrfp = arguments.rrfp_config(args)
+        two_versions = arguments.pipedream_2bw_config(args)
         jitter = arguments.jitter_config(args)
         uninstall(ARGUMENT_HOOKS)
         if rrfp is not None:
@@ -215,6 +218,20 @@ def _set_global_variables(original: Function) -> Function:
                 install(WEIGHT_GRADIENT_HOOKS)
             if args.tensorboard_dir or args.wandb_project:
                 install(METRICS_HOOKS)
+        if two_versions is not None:
+            if args.rank == 0:
+                print(f"megatron_ext: two weight versions: {arguments.describe(two_versions)}")
+                if "muon" not in args.optimizer:
+                    print(f"megatron_ext: --pipedream-2bw: {_DEGRADES.format(args.optimizer)}")
+            if getattr(args, "rerun_mode", "disabled") != "disabled":
+                # By the time a batch's losses are validated, tasks of the next one have run.
+                args.rerun_mode = "disabled"
+                if args.rank == 0:
+                    print(
+                        "megatron_ext: --pipedream-2bw sets --rerun-mode disabled: a batch cannot "
+                        "be repeated once the next one has begun, so a NaN ends the run at once"
+                    )
+            install(PIPEDREAM_2BW_HOOKS)
         if jitter is not None:
             if args.rank == 0:
                 print(f"megatron_ext: forwards and backwards are delayed: --rrfp-jitter {jitter}")
@@ -262,7 +279,92 @@ def _make_executor() -> StageExecutor:
         seed=seed,
         iteration=lambda: int(args.curr_iteration),
         jitter=_jitter_of_this_stage if args.rrfp_jitter else lambda: None,
+        delayed=lambda: _delayed,
     )
+
+
+_DEGRADES = "--optimizer {} loses more by the delay than muon does (docs/convergence.md); use muon"
+
+
+def _setup_model_and_optimizer(original: Function) -> Function:
+    def setup_model_and_optimizer(*args: Any, **named: Any) -> Any:
+        result = original(*args, **named)
+        model, optimizer, *_ = result
+        global _delayed
+        _delayed = _make_delayed(model, optimizer)
+        return result
+
+    return setup_model_and_optimizer
+
+
+def _make_delayed(model: list[Any], optimizer: Any) -> DelayedUpdates:
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    from megatron_ext.pipedream_2bw.clipping import clip_by
+    from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates
+
+    args = get_args()
+    config = arguments.pipedream_2bw_config(args)
+    assert config is not None
+    clip_by(config.clip, optimizer)
+    # Tied embeddings are reduced over the first and the last stage: each waits for the other.
+    ties = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not getattr(
+        args, "untie_embeddings_and_output_weights", False
+    )
+    return DelayedUpdates(
+        config,
+        model,
+        optimizer,
+        next_batch=args.iteration,
+        end=args.train_iters,
+        batch_size=_microbatches_of,
+        two_gradient_buffers=config.clip == "exact" or ties,
+    )
+
+
+def _microbatches_of(iteration: int) -> int:
+    """Number of microbatches of the iteration after the one under way."""
+    import copy
+
+    from megatron.core import num_microbatches_calculator as calculators
+    from megatron.training import get_args
+
+    args = get_args()
+    calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    if not hasattr(calculator, "update"):
+        return int(calculators.get_num_microbatches())
+    following = copy.deepcopy(calculator)
+    consumed = args.consumed_train_samples + calculators.get_current_running_global_batch_size()
+    following.update(consumed, False, False)
+    return int(following.get())
+
+
+def _agreed_already(original: Function) -> Function:
+    """What an update has agreed on over all stages need not be reduced over them once more."""
+    signature = inspect.signature(original)
+
+    def reduce_over_stages(*args: Any, **named: Any) -> Any:
+        if _delayed is not None and _delayed.agreed:
+            value = next(iter(signature.bind(*args, **named).arguments.values()))
+            # It would have passed through a tensor of Megatron's type.
+            return torch.tensor(value).item() if value is not None else None
+        return original(*args, **named)
+
+    return reduce_over_stages
+
+
+def _yielding(original: Function) -> Function:
+    from megatron_ext.pipedream_2bw.background import yielding
+    from megatron_ext.pipedream_2bw.shadow_groups import shadow_of
+
+    return yielding(original, shadow_of)
+
+
+def _yielding_coalescing(original: Function) -> Function:
+    from megatron_ext.pipedream_2bw.background import yielding_coalescing
+
+    return yielding_coalescing(original)
 
 
 def _training_log(original: Function) -> Function:
@@ -448,6 +550,50 @@ RRFP_HOOKS = (
         "get_forward_backward_func",
         _get_forward_backward_func,
         "run the stage executor instead of a fixed schedule",
+    ),
+)
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "reduce_scatter_tensor",
+)
+PIPEDREAM_2BW_HOOKS = (
+    Hook(
+        "megatron.training.training",
+        "setup_model_and_optimizer",
+        _setup_model_and_optimizer,
+        "keep two versions of the weights and step the optimizer between tasks",
+    ),
+    *(
+        Hook(
+            "megatron.training.utils",
+            name,
+            _agreed_already,
+            "take what the update has agreed on over the stages",
+        )
+        for name in (
+            "logical_and_across_model_parallel_group",
+            "reduce_max_stat_across_model_parallel_group",
+        )
+    ),
+    *(
+        Hook(
+            "torch.distributed.distributed_c10d",
+            name,
+            _yielding,
+            "run tasks while an update waits for other ranks",
+        )
+        for name in _COLLECTIVES
+    ),
+    Hook(
+        "torch.distributed.distributed_c10d",
+        "_coalescing_manager",
+        _yielding_coalescing,
+        "run tasks while an update waits for other ranks",
     ),
 )
 METRICS_HOOKS = (

@@ -412,8 +412,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=64)
-    parser.add_argument("--forward-ms", type=float, default=4.0)
-    parser.add_argument("--backward-ms", type=float, default=8.0)
+    parser.add_argument("--forward-ms", type=float, default=10.0)
+    parser.add_argument("--backward-ms", type=float, default=20.0)
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.3])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(

@@ -55,6 +55,9 @@ class Agreement(Protocol):
     def released(self, arbiter: Arbiter, count: int) -> None:
         """Note that `count` more outputs of a forward-only batch left this rank."""
 
+    def updated(self, arbiter: Arbiter) -> None:
+        """Note that the update of the batch is done on this rank."""
+
     def choose(self, arbiter: Arbiter) -> Task | None:
         """The group's next task, or None if there is none yet."""
 
@@ -85,6 +88,9 @@ class Alone(Agreement):
     def released(self, arbiter: Arbiter, count: int) -> None:  # noqa: D102
         arbiter.released(count)
 
+    def updated(self, arbiter: Arbiter) -> None:  # noqa: D102
+        arbiter.updated()
+
     def choose(self, arbiter: Arbiter) -> Task | None:  # noqa: D102
         return arbiter.choose()
 
@@ -101,7 +107,9 @@ class Progress:
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
-        self.counts = [0] * (2 * chunks + 1)  # forwards, backwards, outputs that have left
+        self.released, self.updated = 2 * chunks, 2 * chunks + 1
+        # Forwards and backwards by chunk, outputs that have left, updates that are done.
+        self.counts = [0] * slots_of(chunks)
         self._early: set[Task] = set()
 
     def add(self, task: Task) -> None:
@@ -115,13 +123,45 @@ class Progress:
     def advance(self, arbiter: Arbiter, counts: list[int]) -> None:
         """Bring `arbiter` from these counts to `counts`, which every rank has reached."""
         for slot, (before, after) in enumerate(zip(self.counts, counts, strict=True)):
-            if slot == 2 * self.chunks:
+            if slot == self.released:
                 arbiter.released(after - before)
+                continue
+            if slot == self.updated:
+                for _ in range(before, after):
+                    arbiter.updated()
                 continue
             direction = Direction(slot // self.chunks)
             for microbatch in range(before, after):
                 arbiter.arrived(direction, microbatch, slot % self.chunks)
         self.counts = list(counts)
+
+
+def slots_of(chunks: int) -> int:
+    """Number of counts that a rank shares for one arbiter."""
+    return 2 * chunks + 2
+
+
+class _Lane:
+    """What one arbiter's ranks share.
+
+    A training batch may be under way while an evaluation runs, so there are two lanes, and what
+    arrives for the one does not disturb the other.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self.base = [0] * slots_of(chunks)
+        self.restart()
+
+    def restart(self) -> None:
+        self.mine, self.common = Progress(self.chunks), Progress(self.chunks)
+
+
+def _lane(arbiter: Arbiter) -> int:
+    return int(arbiter.forward_only)
+
+
+_LANES = 2
 
 
 class SharedMemoryAgreement(Agreement):
@@ -150,39 +190,44 @@ class SharedMemoryAgreement(Agreement):
         size = len(ranks)
         self._ring = words[:_RING]
         self._taken = words[_RING : _RING + size]
-        self._counts = words[_RING + size :].reshape(size, -1)
+        self._counts = words[_RING + size :].reshape(size, _LANES, -1)
         self._rank = rank
         self._seen = self._counts.copy()
         self._decisions = 0
-        self._base = [0] * self._counts.shape[1]
-        chunks = (self._counts.shape[1] - 1) // 2
-        self._mine, self._common = Progress(chunks), Progress(chunks)
+        chunks = (self._counts.shape[2] - 2) // 2
+        self._lanes = [_Lane(chunks) for _ in range(_LANES)]
 
     @staticmethod
     def words_needed(size: int, chunks: int) -> int:
         """Number of shared words for `size` ranks."""
-        return _RING + size + size * (2 * chunks + 1)
+        return _RING + size + size * _LANES * slots_of(chunks)
 
     def start(self, arbiter: Arbiter) -> None:  # noqa: D102
         # Counts in memory run on over batches, so that no rank has to reset another's.
-        self._base = [
-            base + count for base, count in zip(self._base, self._mine.counts, strict=True)
-        ]
-        self._mine = Progress(arbiter.place.chunks)
-        self._common = Progress(arbiter.place.chunks)
+        lane = self._lanes[_lane(arbiter)]
+        lane.base = [b + count for b, count in zip(lane.base, lane.mine.counts, strict=True)]
+        lane.restart()
 
     def arrived(self, arbiter: Arbiter, task: Task) -> None:  # noqa: D102
         if self._rank:
             arbiter.arrived(Direction(task.kind), task.microbatch, task.chunk)
-        self._mine.add(task)
-        self._publish()
+        self._lanes[_lane(arbiter)].mine.add(task)
+        self._publish(_lane(arbiter))
 
     def released(self, arbiter: Arbiter, count: int) -> None:  # noqa: D102
         if count:
-            self._mine.counts[-1] += count
+            mine = self._lanes[_lane(arbiter)].mine
+            mine.counts[mine.released] += count
             if self._rank:
                 arbiter.released(count)
-            self._publish()
+            self._publish(_lane(arbiter))
+
+    def updated(self, arbiter: Arbiter) -> None:  # noqa: D102
+        mine = self._lanes[_lane(arbiter)].mine
+        mine.counts[mine.updated] += 1
+        if self._rank:
+            arbiter.updated()
+        self._publish(_lane(arbiter))
 
     def choose(self, arbiter: Arbiter) -> Task | None:  # noqa: D102
         return self._read() if self._rank else self._decide(arbiter)
@@ -207,7 +252,7 @@ class SharedMemoryAgreement(Agreement):
     def awaited(self) -> str:  # noqa: D102
         if self._rank:
             return f"rank {self.ranks[0]} to choose the next task"
-        behind = (self._counts < self._counts[0]).any(axis=1)
+        behind = (self._counts < self._counts[0]).any(axis=(1, 2))
         late = [str(rank) for rank, is_late in zip(self.ranks, behind, strict=True) if is_late]
         return f"rank {' and '.join(late)} to receive what is here already" if late else ""
 
@@ -215,19 +260,21 @@ class SharedMemoryAgreement(Agreement):
         if self._presence is not None and (lost := self._presence.lost()) is not None:
             raise AgreementError(f"rank {self.ranks[lost]} has ended")
 
-    def _publish(self) -> None:
-        row = self._counts[self._rank]
-        for slot, count in enumerate(self._mine.counts):
-            row[slot] = self._base[slot] + count
+    def _publish(self, number: int) -> None:
+        row, lane = self._counts[self._rank, number], self._lanes[number]
+        for slot, count in enumerate(lane.mine.counts):
+            row[slot] = lane.base[slot] + count
 
     def _decide(self, arbiter: Arbiter) -> Task | None:
         if self._decisions - int(self._taken[1:].min()) >= _RING:
             return None  # a rank has not read the oldest decision in the ring yet
         self._seen = self._counts.copy()
-        lowest = self._seen.min(axis=0).tolist()
-        common = [count - base for count, base in zip(lowest, self._base, strict=True)]
-        if common != self._common.counts:
-            self._common.advance(arbiter, common)
+        number = _lane(arbiter)
+        lane = self._lanes[number]
+        lowest = self._seen[:, number].min(axis=0).tolist()
+        common = [count - base for count, base in zip(lowest, lane.base, strict=True)]
+        if common != lane.common.counts:
+            lane.common.advance(arbiter, common)
         task = arbiter.choose()
         if task is not None:
             self._ring[self._decisions % _RING] = _encode(self._decisions + 1, task)
@@ -235,8 +282,8 @@ class SharedMemoryAgreement(Agreement):
         return task
 
     def _has_decision(self) -> bool:
-        number = int(self._ring[self._decisions % _RING]) >> 32
-        return (number & 0xFFFFFFFF) == (self._decisions + 1) & 0xFFFFFFFF
+        number = int(self._ring[self._decisions % _RING]) >> 40
+        return (number & 0xFFFFFF) == (self._decisions + 1) & 0xFFFFFF
 
     def _read(self) -> Task | None:
         if not self._has_decision():
@@ -257,25 +304,31 @@ class CollectiveAgreement(Agreement):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
         self._group = group
+        self._lanes: dict[int, _Lane] = {}
 
     def start(self, arbiter: Arbiter) -> None:  # noqa: D102
-        self._mine = Progress(arbiter.place.chunks)
-        self._common = Progress(arbiter.place.chunks)
+        self._lanes[_lane(arbiter)] = _Lane(arbiter.place.chunks)
         self._waiting_since: float | None = None
 
     def arrived(self, arbiter: Arbiter, task: Task) -> None:  # noqa: D102
-        self._mine.add(task)
+        self._lanes[_lane(arbiter)].mine.add(task)
 
     def released(self, arbiter: Arbiter, count: int) -> None:  # noqa: D102
-        self._mine.counts[-1] += count
+        mine = self._lanes[_lane(arbiter)].mine
+        mine.counts[mine.released] += count
+
+    def updated(self, arbiter: Arbiter) -> None:  # noqa: D102
+        mine = self._lanes[_lane(arbiter)].mine
+        mine.counts[mine.updated] += 1
 
     def choose(self, arbiter: Arbiter) -> Task | None:  # noqa: D102
-        counts = torch.tensor(self._mine.counts)
+        lane = self._lanes[_lane(arbiter)]
+        counts = torch.tensor(lane.mine.counts)
         try:
             dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self._group)
         except RuntimeError as error:
             raise AgreementError(str(error)) from error
-        self._common.advance(arbiter, counts.tolist())
+        lane.common.advance(arbiter, counts.tolist())
         task = arbiter.choose()
         if task is not None:
             self._waiting_since = None
@@ -386,9 +439,9 @@ def _shared_words(count: int, group: dist.ProcessGroup) -> tuple[np.ndarray[Any,
 
 def _encode(number: int, task: Task) -> int:
     """A decision as one word: its number, kind, chunk and microbatch."""
-    word = (number & 0xFFFFFFFF) << 32 | task.kind << 30 | task.chunk << 22 | task.microbatch
+    word = (number & 0xFFFFFF) << 40 | task.kind << 38 | task.chunk << 30 | task.microbatch
     return word - (1 << 64) if word >> 63 else word
 
 
 def _decode(word: int) -> Task:
-    return Task(Kind(word >> 30 & 3), word & (1 << 22) - 1, word >> 22 & 0xFF)
+    return Task(Kind(word >> 38 & 3), word & (1 << 30) - 1, word >> 30 & 0xFF)

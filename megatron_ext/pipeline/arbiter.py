@@ -15,7 +15,7 @@ FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 
 
 class Arbiter:
-    """Decides the order of one batch's tasks on one stage.
+    """Decides the order of the tasks on one stage: of one batch, or of one batch after another.
 
     On each chunk the forwards keep microbatch order among themselves, and so do the backwards and
     the weight gradients; only how the three interleave depends on what arrives when. Messages may
@@ -26,6 +26,11 @@ class Arbiter:
     until the next stage took the output (`released`). They never exceed ``live_limit * chunks``.
     A microbatch that enters the stage reserves room for all its chunks, so it can always go on:
     that is why no limit deadlocks (docs/correctness.md).
+
+    Where the pipeline does not drain between batches, microbatches are numbered on from batch to
+    batch (`extend`), and `must_end` says where the batch ends that is to be finished first. Once
+    its backwards are done, its weight gradients run before anything else, since its update waits
+    for them; when the update is done too (`updated`), the choice is `Kind.UPDATE`.
     """
 
     def __init__(self, place: Place, hint: Hint, *, forward_only: bool = False) -> None:
@@ -34,13 +39,17 @@ class Arbiter:
         self.place = place
         self.live = 0
         self.peak_live = 0
+        self._end = place.microbatches
+        self._must_end = 0
+        self._hold_backwards = False
+        self._updates = 0
         # A fixed order bounds memory by itself, and a limit could only block it.
         unbounded = place.microbatches * place.chunks
         self._most_entered = unbounded if hint.fixed_order else place.live_limit
         self._most_live = unbounded if hint.fixed_order else place.live_limit * place.chunks
         self._hint = hint
         self._splits_weight = hint.splits_weight and not forward_only
-        self._forward_only = forward_only
+        self.forward_only = forward_only
         chunks = range(place.chunks)
         self._next_forwards = [Task(FORWARD, 0, chunk) for chunk in chunks]
         self._next_backwards = [Task(BACKWARD, 0, chunk) for chunk in chunks]
@@ -65,6 +74,35 @@ class Arbiter:
         """What the last `choose` could choose from."""
         return self._ready
 
+    @property
+    def end(self) -> int:
+        """The first microbatch that is not to run yet."""
+        return self._end
+
+    def extend(self, microbatches: int) -> None:
+        """Let that many more microbatches in."""
+        self._end += microbatches
+        self._left += microbatches * self.place.chunks * 2
+
+    def must_end(self, microbatch: int, hold_backwards: bool = False) -> None:
+        """Finish all microbatches before this one first.
+
+        Args:
+            microbatch: The first one of the next batch.
+            hold_backwards: Whether the next batch's backwards wait for the call after this.
+        """
+        self._must_end = microbatch
+        self._hold_backwards = hold_backwards
+
+    @property
+    def ended(self) -> bool:
+        """Whether all tasks before `must_end` are done."""
+        return self._backwards_ended() and not self._weight_is_due()
+
+    def updated(self) -> None:
+        """Note that the update of the batch before `must_end` is done."""
+        self._updates += 1
+
     def arrived(self, direction: Direction, microbatch: int, chunk: int = 0) -> None:
         """Note that the input of a forward or backward is here.
 
@@ -75,9 +113,9 @@ class Arbiter:
             forwards = self._next_forwards[chunk].microbatch
             if direction is Direction.FORWARD:
                 local, waiting = self._starts[chunk], self._activations[chunk]
-                first, end = forwards, self.place.microbatches
+                first, end = forwards, self._end
             else:
-                local, waiting = self._ends[chunk] or self._forward_only, self._gradients[chunk]
+                local, waiting = self._ends[chunk] or self.forward_only, self._gradients[chunk]
                 first, end = self._next_backwards[chunk].microbatch, forwards
             if not local and first <= microbatch < end and microbatch not in waiting:
                 waiting.add(microbatch)
@@ -90,6 +128,12 @@ class Arbiter:
         # This runs before every task: no calls, and no objects that are not needed.
         ready = self._ready
         ready.forwards, ready.backwards = [], []
+        if self._must_end:
+            if self._updates:
+                return Task(Kind.UPDATE, self._must_end)
+            if self._deferred and self._backwards_ended() and self._weight_is_due():
+                ready.weight = self._deferred[0]
+                return ready.weight
         ready.weight = self._deferred[0] if self._deferred else None
         ready.full = self.live >= self._most_live
         if not ready.full:
@@ -102,8 +146,10 @@ class Arbiter:
                 # As many microbatches as stages go through one chunk, then through the next.
                 depth = self.place.depth
                 ready.forwards.sort(key=lambda task: (task.microbatch // depth, task.chunk))
-        if not self._forward_only:
+        if not self.forward_only:
             for chunk, task in enumerate(self._next_backwards):
+                if self._hold_backwards and task.microbatch >= self._must_end:
+                    continue
                 if task.microbatch in self._gradients[chunk] or (
                     self._ends[chunk] and task.microbatch < self._next_forwards[chunk].microbatch
                 ):
@@ -122,7 +168,7 @@ class Arbiter:
             self._activations[chunk].discard(microbatch)
             ready.ahead += 1
             # A forward-only batch uses up the pipeline's last output at once.
-            self.live += not (self._forward_only and self._ends[chunk])
+            self.live += not (self.forward_only and self._ends[chunk])
             self.peak_live = max(self.peak_live, self.live)
         elif kind is BACKWARD:
             assert task == self._next_backwards[chunk]
@@ -133,10 +179,13 @@ class Arbiter:
                 self._deferred.append(Task(WEIGHT, microbatch, chunk))
             else:
                 self.live -= 1
-        else:
+        elif kind is WEIGHT:
             assert task == self._deferred[0]
             self._deferred.popleft()
             self.live -= 1
+            return
+        else:
+            self._updates -= 1
             return
         self._left -= 1
         ready.last = kind
@@ -149,20 +198,27 @@ class Arbiter:
         """The tasks whose input a stage with nothing ready is waiting for."""
         tasks = []
         for chunk, task in enumerate(self._next_forwards):
-            left = task.microbatch < self.place.microbatches and self.live < self._most_live
+            left = task.microbatch < self._end and self.live < self._most_live
             if left and not self._starts[chunk] and (chunk or self._may_enter(task.microbatch)):
                 tasks.append(task)
         for chunk, task in enumerate(self._next_backwards):
             forwards = self._next_forwards[chunk].microbatch
-            if task.microbatch < forwards and not (self._ends[chunk] or self._forward_only):
+            held = self._hold_backwards and task.microbatch >= self._must_end
+            if task.microbatch < forwards and not (self._ends[chunk] or self.forward_only or held):
                 tasks.append(task)
         return tasks
 
+    def _weight_is_due(self) -> bool:
+        return any(task.microbatch < self._must_end for task in self._deferred)
+
+    def _backwards_ended(self) -> bool:
+        return all(task.microbatch >= self._must_end for task in self._next_backwards)
+
     def _may_enter(self, microbatch: int) -> bool:
         """Whether the limit lets this microbatch, the next one, enter the stage."""
-        if microbatch >= self.place.microbatches:
+        if microbatch >= self._end:
             return False
-        if not self._forward_only:
+        if not self.forward_only:
             return microbatch - self._next_backwards[0].microbatch < self._most_entered
         # Outputs that go round to another chunk must fit into the buffers of one link, or a ring
         # of full buffers could block itself.

@@ -32,6 +32,8 @@ class Kind(IntEnum):
     """The gradient of a chunk's input, and where nothing is split off, of its weights."""
     WEIGHT = 2
     """The weight gradients that a backward left for later."""
+    UPDATE = 3
+    """The end of a batch whose update is done, where the next batch has begun by then."""
 
 
 class Task(NamedTuple):
@@ -42,6 +44,8 @@ class Task(NamedTuple):
     chunk: int = 0
 
     def __str__(self) -> str:
+        if self.kind is Kind.UPDATE:
+            return "update"
         chunk = f" on chunk {self.chunk}" if self.chunk else ""
         return f"{self.kind.name.lower()} of microbatch {self.microbatch}{chunk}"
 

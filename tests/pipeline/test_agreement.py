@@ -85,11 +85,11 @@ def test_progress_counts_without_gaps() -> None:
     progress = Progress(chunks=2)
     for microbatch in (2, 0):
         progress.add(Task(FORWARD, microbatch, 1))
-    assert progress.counts == [0, 1, 0, 0, 0]
+    assert progress.counts == [0, 1, 0, 0, 0, 0]
     progress.add(Task(FORWARD, 1, 1))
-    assert progress.counts == [0, 3, 0, 0, 0]
+    assert progress.counts == [0, 3, 0, 0, 0, 0]
     progress.add(Task(BACKWARD, 0, 0))
-    assert progress.counts == [0, 3, 1, 0, 0]
+    assert progress.counts == [0, 3, 1, 0, 0, 0]
 
 
 @pytest.mark.multiprocess

@@ -13,7 +13,7 @@ from megatron_ext.pipeline.hints import (
 )
 from megatron_ext.pipeline.task import Kind, Task
 
-FORWARD, BACKWARD, WEIGHT = (Task(kind, 3) for kind in Kind)
+FORWARD, BACKWARD, WEIGHT, _ = (Task(kind, 3) for kind in Kind)
 PLACE = Place(stage=1, depth=4, microbatches=8, live_limit=4)
 
 

@@ -59,8 +59,9 @@ class Message(NamedTuple):
 class Transport(Protocol):
     """One stage's links: per direction at most one neighbour to receive from, one to send to.
 
-    Only the compute thread calls these methods. None of them waits for a neighbour, save `wait`
-    and `flush`. A broken link is reported by `wait`, `take` and `flush` as a `TransportError`.
+    Only the compute thread calls these methods, save `wake`. None of them waits for a neighbour,
+    save `wait` and `flush`. A broken link is reported by `wait`, `take` and `flush` as a
+    `TransportError`.
     """
 
     def expect(self, direction: Direction, count: int) -> None:
@@ -80,6 +81,9 @@ class Transport(Protocol):
 
     def wait(self, seconds: float) -> bool:
         """Sleep until something arrives or breaks; False if nothing did in time."""
+
+    def wake(self) -> None:
+        """End a `wait`, or the next one; from any thread."""
 
     def report_sent(self, on: bool) -> None:
         """Whether `wait` also ends when a neighbour has taken a message."""

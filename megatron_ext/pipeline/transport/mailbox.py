@@ -124,6 +124,10 @@ class Mailbox(Transport, abc.ABC):
         return True
 
     @override
+    def wake(self) -> None:
+        self._arrived.put(None)
+
+    @override
     def flush(self, seconds: float) -> bool:
         before = self._reports_sent
         self._reports_sent = True  # from here on every completion wakes us

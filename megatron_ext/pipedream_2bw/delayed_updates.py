@@ -1,0 +1,204 @@
+"""Training one step late: what the stage executor and Megatron's loop ask of two weight versions.
+
+Batch k computes on the weights that the update of batch k-2 made, so it can begin while batch k-1
+is still under way, and while that one's gradients are reduced and applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from megatron_ext.arguments import Pipedream2bwConfig
+from megatron_ext.pipedream_2bw.background import BackgroundUpdate
+from megatron_ext.pipedream_2bw.error_feedback import ErrorFeedback
+from megatron_ext.pipedream_2bw.gradients import GradientBuffers, HiddenGradients
+from megatron_ext.pipedream_2bw.loss_scale import LossScales
+from megatron_ext.pipedream_2bw.weights import WeightVersions
+
+
+class DelayedUpdates:
+    """The weights, gradients and updates of one stage, from the first batch to the last.
+
+    Batches go by the number of their iteration, from 0.
+
+    Args:
+        config: When training is delayed, and how.
+        models: The stage's model chunks, wrapped for data parallelism.
+        optimizer: Megatron's optimizer of these chunks; its `step` is replaced.
+        next_batch: The batch that runs first in this process.
+        end: The first batch that is not to run.
+        batch_size: Gives the number of microbatches of a batch that is not under way yet.
+        two_gradient_buffers: Whether the next batch's backwards run before the update is done.
+    """
+
+    def __init__(
+        self,
+        config: Pipedream2bwConfig,
+        models: list[Any],
+        optimizer: Any,
+        *,
+        next_batch: int,
+        end: int,
+        batch_size: Callable[[int], int],
+        two_gradient_buffers: bool,
+    ) -> None:
+        self.config = config
+        self.first = max(config.start_iteration, next_batch)
+        """The batch that training is delayed from; it is itself not delayed yet."""
+        self._end = min(end, config.end_iteration) if config.end_iteration is not None else end
+        self._batch_size = batch_size
+        self._models = models
+        self._config = models[0].config
+        self._optimizer = optimizer
+        self._optimizer_step = optimizer.step
+        optimizer.step = self.step
+        self.weights = WeightVersions(models, optimizer, next_batch)
+        self._gradients = GradientBuffers(models, two=two_gradient_buffers)
+        self._hidden = HiddenGradients(models)
+        self._parameters = tuple(p for m in models for p in m.parameters() if p.requires_grad)
+        self._scales = LossScales(optimizer)
+        self._scale_of: dict[int, torch.Tensor] = {}
+        self._scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.error_feedback: ErrorFeedback | None = None
+        if config.error_feedback:
+            self.error_feedback = ErrorFeedback(optimizer, config.error_feedback)
+        self._update: BackgroundUpdate | None = None
+        self._stepping = False
+        self._result: tuple[Any, ...] | None = None
+        self.agreed = False
+        """Whether the last step's outcome is agreed on by all stages, or is not to be."""
+
+    # Which batches.
+
+    def delays(self, batch: int) -> bool:
+        """Whether this batch's update is made here, beside the tasks of the next batch."""
+        return self.first <= batch < self._end
+
+    def overlaps_next(self, batch: int, microbatches: int) -> bool:
+        """Whether the next batch may begin before this one, of that many microbatches, is done."""
+        following = batch + 1
+        return (
+            self.delays(batch)
+            and self.delays(following)
+            and self._batch_size(following) == microbatches
+        )
+
+    @property
+    def holds_backwards(self) -> bool:
+        """Whether the next batch's backwards wait for the update: there is one buffer."""
+        return not self._gradients.two
+
+    # Around tasks.
+
+    def begin_batch(self, batch: int) -> None:
+        """A batch begins: its loss scale is settled."""
+        self._scale_of[batch] = self._scales.begin()
+        if self._scale_loss is None:
+            self._scale_loss = self._config.grad_scale_func
+
+    def select(self, batch: int) -> None:
+        """Point to the weights and gradients of a batch whose task is next."""
+        self.weights.select(self.weights.version_of(batch))
+        self._gradients.select(batch)
+        if self._scale_loss is not None:
+            scale = self._scale_of[batch]
+            self._config.grad_scale_func = lambda loss: scale * loss
+
+    def select_newest(self) -> None:
+        """Point to the newest weights, as all that is not a task of a batch expects them."""
+        self.weights.select(self.weights.newest)
+
+    # The update.
+
+    def begin_update(
+        self, batch: int, reduce: Callable[[], None], wake: Callable[[], None], device: Any
+    ) -> None:
+        """Begin the update of a batch whose tasks are done.
+
+        Args:
+            batch: Its iteration.
+            reduce: Megatron's reduction of its gradients.
+            wake: Ends a wait of the compute thread; may be called from another thread.
+            device: Where the model is.
+        """
+        versions = _unsafe_preserve_version_counter(self._parameters)
+        scale = self._scale_of.pop(batch)
+
+        def work() -> tuple[Any, ...]:
+            reduce()
+            self.weights.prepare_next()
+            self._stepping = True
+            self._scales.update_with(scale)
+            if self.error_feedback is not None:
+                self.error_feedback.records = True
+                self.error_feedback.corrects = batch > self.first
+            result: tuple[Any, ...] = self._optimizer_step()
+            self._scales.update_with(None)
+            self._stepping = False
+            self.weights.commit()
+            return result
+
+        def enter() -> None:
+            self._gradients.select(batch)
+            if self._stepping:
+                self.weights.select_next()
+            self._hidden.show()
+
+        def leave() -> None:
+            self._hidden.hide()
+            # What is in flight computed with the other copy, which no optimizer writes to.
+            versions.__exit__()
+
+        self._update = BackgroundUpdate(work, enter=enter, leave=leave, wake=wake, device=device)
+
+    def drive(self) -> bool:
+        """Let the update go on if it can; True once when it is done.
+
+        Raises:
+            Exception: What the update raised.
+        """
+        update = self._update
+        if update is None or not update.wants:
+            return False
+        update.go_on()
+        if not update.done:
+            return False
+        self._update, self._result = None, update.result
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether an update is under way and can go on."""
+        return self._update is not None and self._update.wants
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is under way."""
+        return self._update is not None
+
+    def end_batch(self, batch: int) -> None:
+        """Leave all as Megatron's loop expects it after a batch: its gradients, newest weights."""
+        self._gradients.select(batch)
+        self.select_newest()
+        if self._scale_loss is not None:
+            self._config.grad_scale_func = self._scale_loss
+
+    def step(self) -> tuple[Any, ...]:
+        """In place of the optimizer's step: what the update of this batch gave.
+
+        A batch that is not delayed is updated here and now.
+        """
+        if self._result is not None:
+            result, self._result = self._result, None
+            self.agreed = True
+            return result
+        self.agreed = False
+        if self.error_feedback is not None:
+            self.error_feedback.records = False
+        outcome: tuple[Any, ...] = self._optimizer_step()
+        self.weights.skip_to(self.weights.newest + 1)
+        return outcome
