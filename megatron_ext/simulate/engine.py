@@ -104,6 +104,7 @@ class _Run:
         self.updates = Updates(pipeline, policy.clipping)
         self.arbiters = [self.batches.first(rank % pipeline.stages) for rank in range(ranks)]
         self.base = [0] * ranks  # the first microbatch of the arbiter
+        self.ends = [arbiter.end for arbiter in self.arbiters]  # the first that is not let in
         self.forwards = [0] * ranks  # done, of the arbiter's batches
         self.peaks = [0] * ranks
         last_tasks = pipeline.microbatches * pipeline.chunks * pieces
@@ -123,7 +124,7 @@ class _Run:
         # Local names: attribute access would cost as much as the rest.
         pipeline, events, arbiters, base = self.pipeline, self.events, self.arbiters, self.base
         chunks, size, iterations = pipeline.chunks, pipeline.microbatches, pipeline.iterations
-        ranks, decision = pipeline.pipeline_ranks, pipeline.decision
+        ranks, decision, ends = pipeline.pipeline_ranks, pipeline.decision, self.ends
         busy, busy_time, left, forwards = self.busy, self.busy_time, self.left, self.forwards
         routes, rows, idle, since = self.routes, self.rows, self.idle, self.idle.since
         due_updates, recordings, fixed_order = (
@@ -131,6 +132,7 @@ class _Run:
             self.recordings,
             self.hint.fixed_order,
         )
+        drains_after = self.batches.drains_after * chunks
         last_kind = WEIGHT if self.hint.splits_weight else BACKWARD
         done, report_at, now = 0, _REPORT_EVERY, 0.0
         touched = list(range(ranks))  # stages for which something changed
@@ -145,7 +147,7 @@ class _Run:
                 task = arbiter.choose()
                 if task is None:
                     if since[rank] < 0:
-                        idle.begin(rank, now, arbiter, forwards[rank], fixed_order)
+                        idle.begin(rank, now, arbiter, forwards[rank], drains_after, fixed_order)
                     continue
                 if since[rank] >= 0:
                     idle.end(rank, now, task)
@@ -198,7 +200,7 @@ class _Run:
                     self._send(row, route, (kind, microbatch, chunk), now)
                     continue
                 microbatch -= base[receiver]
-                if recordings is None and microbatch < arbiters[receiver].place.microbatches:
+                if recordings is None and microbatch < ends[receiver]:
                     arbiters[receiver].arrived(_DIRECTIONS[kind], microbatch, chunk)
                     touched.append(receiver)
                 else:
@@ -226,9 +228,9 @@ class _Run:
         kind, microbatch, chunk = message
         if self.recordings is not None:
             self.recordings[rank].arrived.append(Delivered(kind, microbatch, chunk, now))
-        arbiter, local = self.arbiters[rank], microbatch - self.base[rank]
-        if local < arbiter.place.microbatches:
-            arbiter.arrived(_DIRECTIONS[kind], local, chunk)
+        local = microbatch - self.base[rank]
+        if local < self.ends[rank]:
+            self.arbiters[rank].arrived(_DIRECTIONS[kind], local, chunk)
             touched.append(rank)
         else:
             self.early.setdefault(rank, []).append(message)
@@ -267,14 +269,21 @@ class _Run:
         """Go on with what the new weights admit."""
         before = self.arbiters[rank]
         after = self.batches.updated(before, batch)
-        if after is None or after is before:
+        if after is None:
             return
-        self.peaks[rank] = max(self.peaks[rank], before.peak_live)
-        self.arbiters[rank] = after
-        self.base[rank] += self.pipeline.microbatches
-        self.forwards[rank] = 0
-        for kind, microbatch, chunk in self.early.pop(rank, ()):
-            after.arrived(_DIRECTIONS[kind], microbatch - self.base[rank], chunk)
+        if after is not before:
+            self.peaks[rank] = max(self.peaks[rank], before.peak_live)
+            self.arbiters[rank] = after
+            self.base[rank] += self.pipeline.microbatches
+            self.forwards[rank] = 0
+        self.ends[rank] = after.end
+        for message in self.early.pop(rank, ()):
+            kind, microbatch, chunk = message
+            local = microbatch - self.base[rank]
+            if local < after.end:
+                after.arrived(_DIRECTIONS[kind], local, chunk)
+            else:
+                self.early.setdefault(rank, []).append(message)
 
     def outcome(self) -> Outcome:
         """The result; waits that go on end with the run."""

@@ -133,7 +133,7 @@ def _add_policy(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--live-limit", default=None, help="as --rrfp-live-limit, such as 1.5p")
     group.add_argument("--pipedream-2bw", action="store_true", help="no flush between batches")
     group.add_argument(
-        "--clipping",
+        "--pipedream-2bw-clip",
         choices=[str(clipping) for clipping in Clipping],
         default=str(Clipping.EXACT),
         help="what an update waits for: the norm over all stages, the stage's, nothing",
@@ -253,7 +253,7 @@ def given_policy(args: argparse.Namespace) -> Policy:
     policy = Policy(
         live_limit=args.live_limit,
         pipedream_2bw=args.pipedream_2bw,
-        clipping=Clipping(args.clipping),
+        clipping=Clipping(args.pipedream_2bw_clip),
     )
     return replace(policy, hint=args.hint) if args.hint else policy
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.task import Kind, Task
-from megatron_ext.simulate.batches import GatedArbiter
 from megatron_ext.simulate.outcome import Cause
 
 _NOT_WAITING = -1.0
@@ -23,7 +23,13 @@ class IdleTimes:
         self._backward_cause = [Cause.FILL] * ranks
 
     def begin(
-        self, rank: int, now: float, arbiter: GatedArbiter, forwards_done: int, fixed_order: bool
+        self,
+        rank: int,
+        now: float,
+        arbiter: Arbiter,
+        forwards_done: int,
+        drains_after: int,
+        fixed_order: bool,
     ) -> None:
         """Nothing is ready on a stage.
 
@@ -31,18 +37,19 @@ class IdleTimes:
             rank: The stage.
             now: When.
             arbiter: Its arbiter.
-            forwards_done: Of the arbiter's batches.
+            forwards_done: By that arbiter.
+            drains_after: How many there are until the pipeline is empty.
             fixed_order: Whether the order is fixed, so that no limit holds anything back.
         """
         self.since[rank] = now
-        place = arbiter.place
+        awaited = arbiter.awaited()
         if arbiter.ready.last is None:
             cause = Cause.FILL
-        elif forwards_done == place.microbatches * place.chunks:
+        elif forwards_done == drains_after:
             cause = Cause.DRAIN
-        elif forwards_done >= arbiter.admitted * place.chunks:
+        elif forwards_done == arbiter.end * arbiter.place.chunks or not awaited:
             cause = Cause.UPDATE
-        elif fixed_order or any(task.kind is Kind.FORWARD for task in arbiter.awaited()):
+        elif fixed_order or any(task.kind is Kind.FORWARD for task in awaited):
             cause = Cause.BACKWARD
         else:
             cause = Cause.MEMORY

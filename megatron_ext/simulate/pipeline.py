@@ -9,7 +9,7 @@ from enum import StrEnum
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.hints import Hint, Place
 from megatron_ext.pipeline.live_limit import parse_live_limit
-from megatron_ext.simulate.schedules import find_schedule, least_limit
+from megatron_ext.simulate.schedules import AllForwardsFirst, find_schedule, least_limit
 
 
 class Clipping(StrEnum):
@@ -155,6 +155,20 @@ class Policy:
             self.hint_class(place)
         except ValueError as error:
             raise UsageError(f"--hint {self.hint}: {error}") from None
+        if self.pipedream_2bw and self.hint_class.fixed_order:
+            least = self._least(pipeline)
+            if least > pipeline.microbatches or self.hint_class is AllForwardsFirst:
+                raise UsageError(
+                    f"--pipedream-2bw does not go with --hint {self.hint} and "
+                    f"{pipeline.microbatches} microbatches: its order works further ahead than "
+                    "two weight versions let it"
+                )
+
+    def _least(self, pipeline: Pipeline) -> int:
+        """Microbatches in flight without which a fixed order stalls."""
+        limits = self.limits(pipeline.stages)
+        shape = pipeline.stages, pipeline.all_microbatches, pipeline.chunks
+        return max(least_limit(self.hint_class, *shape), limits[0] if pipeline.chunks == 1 else 1)
 
     def check_limit(self, pipeline: Pipeline) -> None:
         """Refuse a limit that a schedule would not keep.

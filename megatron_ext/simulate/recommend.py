@@ -48,7 +48,8 @@ def candidates(stages: int, hints: list[str], limits: list[str], *, with_2bw: bo
         for hint in hints:
             for limit in distinct.values():
                 policy = Policy(hint, limit, continuous)
-                if policy != Policy("1f1b", "p"):
+                # Training refuses 2BW in a fixed order.
+                if policy != Policy("1f1b", "p") and not (continuous and HINTS[hint].fixed_order):
                     found.append(policy)
     return found
 
