@@ -80,8 +80,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="given to the benchmark's --trace")
     parser.add_argument("--sigma", type=float, default=0.3, help="the only one of --sigmas there")
-    parser.add_argument("--forward-ms", type=float, default=4.0)
-    parser.add_argument("--backward-ms", type=float, default=8.0)
+    parser.add_argument("--forward-ms", type=float, default=10.0)
+    parser.add_argument("--backward-ms", type=float, default=20.0)
     parser.add_argument(
         "--calibrate", default="1f1b-p", metavar="POLICY", help="folder to learn the machine from"
     )

@@ -17,6 +17,8 @@ from megatron_ext.simulate.jitter_law import Array
 from megatron_ext.simulate.rank_trace import RankTrace, read_rank
 from megatron_ext.simulate.task_times import TaskTimes
 
+_COMPUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+
 
 @dataclass(frozen=True)
 class TracedBatch:
@@ -113,7 +115,7 @@ def _batch(
 ) -> TracedBatch | None:
     """The times of a batch; None if a task is missing."""
     shape = (len(ranks) * chunks, microbatches)
-    tables: dict[Kind, Array] = {kind: np.full(shape, np.nan) for kind in Kind}
+    tables: dict[Kind, Array] = {kind: np.full(shape, np.nan) for kind in _COMPUTED}
     if not splits:
         tables[Kind.WEIGHT][:] = 0
     orders = []
@@ -122,7 +124,7 @@ def _batch(
             kind, microbatch, chunk = ran.task
             tables[kind][index * chunks + chunk, microbatch] = ran.ended - ran.started
         orders.append([ran.task for ran in rank.tasks[number]])
-    if any(np.isnan(tables[kind]).any() for kind in Kind):
+    if any(np.isnan(table).any() for table in tables.values()):
         return None
     whole = tables[Kind.BACKWARD] + tables[Kind.WEIGHT]
     started = min(rank.batches[number][0] for rank in ranks if rank.stage == 0)

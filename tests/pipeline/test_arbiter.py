@@ -74,7 +74,7 @@ READINESS_DRIVEN = [name for name, hint in HINTS.items() if not hint.fixed_order
 
 
 def check_complete_and_ordered(outcome: Outcome, case: Case) -> None:
-    kinds = Kind if HINTS[case.hint].splits_weight else (FORWARD, BACKWARD)
+    kinds = (FORWARD, BACKWARD) + (WEIGHT,) * HINTS[case.hint].splits_weight
     for order in outcome.orders:
         assert len(order) == len(kinds) * case.chunks * case.microbatches
         for kind in kinds:
@@ -329,3 +329,35 @@ def test_awaited_names_what_is_missing() -> None:
         arbiter.arrived(Direction.FORWARD, microbatch)
         arbiter.completed(Task(FORWARD, microbatch))
     assert arbiter.awaited() == [Task(BACKWARD, 0)]  # the limit forbids another forward
+
+
+def test_weight_gradients_of_an_ended_batch_wait_until_the_next_is_half_in() -> None:
+    place = Place(0, 2, microbatches=4, live_limit=20)
+    arbiter = Arbiter(place, HINTS["bfw-depth"](place))
+    arbiter.must_end(4)
+    arbiter.extend(4)
+    for microbatch in range(4):
+        arbiter.completed(Task(FORWARD, microbatch))
+        arbiter.arrived(Direction.BACKWARD, microbatch)
+    for microbatch in range(4):
+        arbiter.completed(Task(BACKWARD, microbatch))
+    for microbatch in (4, 5):
+        assert arbiter.choose() == Task(FORWARD, microbatch)
+        arbiter.completed(Task(FORWARD, microbatch))
+    for microbatch in range(4):
+        assert not arbiter.ended
+        assert arbiter.choose() == Task(WEIGHT, microbatch)
+        arbiter.completed(Task(WEIGHT, microbatch))
+    assert arbiter.ended
+    assert arbiter.choose() == Task(FORWARD, 6)
+
+
+def test_one_gradient_buffer_lets_them_wait_for_nothing() -> None:
+    place = Place(0, 2, microbatches=1, live_limit=20)
+    arbiter = Arbiter(place, HINTS["bfw-depth"](place))
+    arbiter.must_end(1, hold_backwards=True)
+    arbiter.extend(1)
+    arbiter.completed(Task(FORWARD, 0))
+    arbiter.arrived(Direction.BACKWARD, 0)
+    arbiter.completed(Task(BACKWARD, 0))
+    assert arbiter.choose() == Task(WEIGHT, 0)

@@ -165,6 +165,35 @@ def test_2bw_keeps_versions_and_one_step_of_delay(hint: str) -> None:
     assert any(later < earlier for earlier, later in itertools.pairwise(crossing))
 
 
+@given(
+    st.sampled_from([name for name, hint in SCHEDULES.items() if not hint.fixed_order]),
+    st.integers(2, 5),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 10),
+    st.sampled_from(list(Clipping)),
+    st.integers(0, 99),
+)
+@settings(max_examples=150, deadline=None)
+def test_2bw_ends_under_any_hint_limit_and_delay(
+    hint: str,
+    stages: int,
+    microbatches: int,
+    iterations: int,
+    chunks: int,
+    limit: int,
+    clipping: Clipping,
+    seed: int,
+) -> None:
+    pipeline = Pipeline(
+        stages, microbatches, chunks, iterations, update=0.5, reduction=1, norm_latency=0.2
+    )
+    noisy = job(pipeline, law=JitterLaw(sigma=0.8, messages=0.8), network=Network(latency=1))
+    outcome = run(noisy, hint, str(limit), seed, pipedream_2bw=True, clipping=clipping)
+    assert max(outcome.peak_live) <= limit * chunks
+
+
 def test_an_update_with_exact_clipping_waits_for_all_stages() -> None:
     ends = {}
     for clipping in (Clipping.EXACT, Clipping.STAGE):
