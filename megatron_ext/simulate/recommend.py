@@ -66,6 +66,7 @@ def measure(
     for policy in policies:
         try:
             policy.check(job.pipeline)
+            policy.check_limit(job.pipeline)
         except UsageError:
             continue
         possible.append(policy)

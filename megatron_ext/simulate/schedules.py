@@ -39,7 +39,13 @@ def find_schedule(name: str) -> type[Hint]:
     Raises:
         ValueError: There is none.
     """
-    return SCHEDULES[name] if name in SCHEDULES else find_hint(name)
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if ":" in name:
+        return find_hint(name)
+    raise ValueError(
+        f"no schedule {name!r}; there are {', '.join(SCHEDULES)}, and yours as module:Name"
+    )
 
 
 def least_limit(hint: type[Hint], stages: int, microbatches: int, chunks: int) -> int:

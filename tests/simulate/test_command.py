@@ -130,7 +130,12 @@ def test_other_files_are_refused(
         ("--live-limit 1,2", "--live-limit 1,2: 2 limits for 8 stages"),
         ("--hint gpipe --live-limit p", "--live-limit p: gpipe holds 64 microbatches"),
         ("--hint 1f1b --chunks 2 --live-limit p", "--live-limit p: 1f1b holds 12"),
-        ("--hint nope", "--hint: no hint 'nope'"),
+        ("--hint nope", "--hint: no schedule 'nope'; there are bf"),
+        ("--hint gpipe --pipedream-2bw", "--pipedream-2bw does not go with --hint gpipe"),
+        (
+            "--hint 1f1b --pipedream-2bw --microbatches 4",
+            "--pipedream-2bw does not go with --hint 1f1b and 4 microbatches",
+        ),
         ("--hint 1f1b --chunks 2 --microbatches 9", "--hint 1f1b: the interleaved 1f1b order"),
         ("--seeds 0", "--seeds 0"),
         ("--seed -1", "--seed -1"),
@@ -177,6 +182,8 @@ def test_the_recommendation_fits_and_is_the_best_that_does(
     assert tight["flags"].startswith("--pipeline-schedule rrfp --rrfp-hint bfw")
     plain = simulated(capsys, f"{job} --hint bfw-depth --live-limit p")
     assert tight["makespan"] <= plain["makespan"] * 1.005
+    chunks = "--stages 4 --chunks 2 --microbatches 8 --recommend --memory-gb 20 --live-gb 2"
+    assert simulated(capsys, chunks)["peak_gb"] <= 20
     nothing = "--stages 4 --weight-share 0 --recommend --memory-gb 8 --live-gb 2"
     assert simulated(capsys, nothing)["flags"] == "--pipeline-schedule megatron"
 
