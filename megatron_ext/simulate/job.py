@@ -12,7 +12,7 @@ import numpy as np
 from megatron_ext.errors import UsageError
 from megatron_ext.simulate.engine import MessageFactors, simulate
 from megatron_ext.simulate.floors import busiest_stage, critical_path
-from megatron_ext.simulate.jitter_law import JitterLaw
+from megatron_ext.simulate.jitter_law import Array, JitterLaw
 from megatron_ext.simulate.network import Hop, Network
 from megatron_ext.simulate.outcome import Cause, Outcome
 from megatron_ext.simulate.pipeline import BASELINE, Pipeline, Policy
@@ -55,6 +55,8 @@ class Job:
     network: Network = field(default_factory=Network)
     given: TaskTimes | None = None
     """Explicit times instead of means; only slow links then depend on the seed."""
+    given_factors: tuple[Array, Array] | None = None
+    """On the latency of every activation and gradient, by the sending row."""
 
     def draw(self, seed: int) -> Draw:
         """Times and hops of a seed; the same seed gives the same numbers."""
@@ -65,6 +67,9 @@ class Job:
             times = draw_times(self.pipeline, self.means, self.law, self.network, seed)
         links = np.random.default_rng([seed, 1])  # a sequence of its own
         hops = self.network.hops(self.pipeline, self.law, links)
+        if self.given_factors is not None:
+            activations, gradients = self.given_factors
+            return Draw(times, hops, (as_rows(activations), as_rows(gradients)))
         if not self.law.messages:
             return Draw(times, hops)
         law = JitterLaw(sigma=self.law.messages)

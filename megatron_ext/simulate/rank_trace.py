@@ -36,8 +36,8 @@ class RankTrace:
     all_tasks: list[RanTask] = field(default_factory=list)
     """In order, those of evaluations too."""
     waits: list[tuple[float, float]] = field(default_factory=list)
-    sent: dict[str, float] = field(default_factory=dict)
-    """When the task ended that sent a message, by the number of its arrow."""
+    sent: dict[str, RanTask] = field(default_factory=dict)
+    """The task that sent a message, by the number of its arrow."""
     arrived: dict[str, float] = field(default_factory=dict)
     peak_live: int = 0
     wake_delays: list[float] = field(default_factory=list)
@@ -93,7 +93,8 @@ def _read(file: RankFile) -> RankTrace:
     starts = [one.started for one in ran]
     for flow, at in sent:
         index = bisect_right(starts, at + _SLACK) - 1
-        trace.sent[flow] = ran[index].ended if index >= 0 else at
+        if index >= 0:
+            trace.sent[flow] = ran[index]
     _wakes(trace, used)
     return trace
 

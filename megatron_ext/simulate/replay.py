@@ -32,7 +32,12 @@ class Replay:
 
     def job(self, batch: TracedBatch) -> Job:
         """One batch as it was."""
-        return Job(self.pipeline, network=self.network, given=self._times(batch))
+        return Job(
+            self.pipeline,
+            network=self.network,
+            given=self._times(batch),
+            given_factors=self._factors([batch.hops]),
+        )
 
     def predict(self, policy: Policy) -> list[float]:
         """Makespans of the traced batches."""
@@ -89,6 +94,7 @@ class Replay:
         batches = [self._times(batch) for batch in self.run.batches]
         count = max(_FEWEST_ITERATIONS, len(batches))
         chosen = [batches[number % len(batches)] for number in range(count)]
+        measured = [self.run.batches[number % len(batches)].hops for number in range(count)]
         size = microbatches or self.run.microbatches
         generator = np.random.default_rng(seed)
         columns = [
@@ -108,13 +114,27 @@ class Replay:
 
         times = TaskTimes(joined("forward"), joined("backward"), joined("weight"))
         pipeline = replace(self.pipeline, iterations=count, microbatches=size)
-        return Job(pipeline, network=self.network, given=times)
+        hops = [
+            (messages[0][:, column], messages[1][:, column])
+            for messages, column in zip(measured, columns, strict=True)
+        ]
+        return Job(pipeline, network=self.network, given=times, given_factors=self._factors(hops))
 
     def _times(self, batch: TracedBatch) -> TaskTimes:
         times = batch.times
         if self.run.splits_weight:
             return times
         return TaskTimes(times.forward, times.backward, times.backward * self.weight_share)
+
+    def _factors(self, hops: list[tuple[Array, Array]]) -> tuple[Array, Array] | None:
+        """Measured latencies relative to their median, so that another one scales them all."""
+        median = self.run.hop_latency
+        if not median:
+            return None
+        return (
+            np.concatenate([one for one, _ in hops], axis=1) / median,
+            np.concatenate([two for _, two in hops], axis=1) / median,
+        )
 
     def _layer_scale(self, layers: Sequence[int], split: Sequence[int]) -> Array:
         """How much longer every row's tasks become, [row, 1]."""

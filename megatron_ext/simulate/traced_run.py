@@ -14,6 +14,7 @@ import numpy as np
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.task import Kind, Task
 from megatron_ext.simulate.jitter_law import Array
+from megatron_ext.simulate.outcome import RanTask
 from megatron_ext.simulate.rank_trace import RankTrace, read_rank
 from megatron_ext.simulate.task_times import TaskTimes
 
@@ -30,6 +31,8 @@ class TracedBatch:
     """From the first stage's start to the end of the last task on any stage."""
     orders: list[list[Task]]
     """Tasks as they ran, [replica * stages + stage]."""
+    hops: tuple[Array, Array]
+    """Latency of every activation and gradient, by the sending row; the run's where unknown."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,19 @@ def read_traces(folder: Path) -> TracedRun:
     microbatches = 1 + max(task.task.microbatch for task in tasks)
     chunks = 1 + max(task.task.chunk for task in tasks)
     splits = any(task.task.kind is Kind.WEIGHT for task in tasks)
+    overhead = _task_overhead(ordered, sorted(complete))
+    messages = _messages(ordered)
+    notice = _notice(ordered, overhead)
+    hop = statistics.median(latency for *_, latency in messages) + notice if messages else 0.0
     batches = []
     for number in sorted(complete):
         batch = _batch(ordered, number, microbatches, chunks, splits)
         if batch is None:  # cut off, or of another size
             continue
+        _fill_hops(batch, ordered, number, messages, hop, notice)
         batches.append(batch)
     if not batches:
         raise UsageError(f"--from-trace {folder}: no training iteration is complete on all ranks")
-    overhead = _task_overhead(ordered, sorted(complete))
     return TracedRun(
         stages=stages,
         chunks=chunks,
@@ -84,7 +91,7 @@ def read_traces(folder: Path) -> TracedRun:
         splits_weight=splits,
         peak_live=max(rank.peak_live for rank in ordered),
         batches=batches,
-        hop_latency=_hop_latency(ordered, overhead),
+        hop_latency=hop,
         task_overhead=overhead,
     )
 
@@ -130,17 +137,44 @@ def _batch(
     started = min(rank.batches[number][0] for rank in ranks if rank.stage == 0)
     ended = max(rank.tasks[number][-1].ended for rank in ranks)
     times = TaskTimes(tables[Kind.FORWARD], whole, tables[Kind.WEIGHT])
-    return TracedBatch(ranks[0].iterations[number], times, ended - started, orders)
+    hops = np.zeros(shape), np.zeros(shape)
+    return TracedBatch(ranks[0].iterations[number], times, ended - started, orders, hops)
 
 
-def _hop_latency(ranks: list[RankTrace], overhead: float) -> float:
-    """Median over all messages, plus the median time to notice one that is waited for."""
-    sent = {flow: at for rank in ranks for flow, at in rank.sent.items()}
-    hops = [at - sent[flow] for rank in ranks for flow, at in rank.arrived.items() if flow in sent]
+def _messages(ranks: list[RankTrace]) -> list[tuple[int, RanTask, float]]:
+    """Every message: index of the sending rank, task that sent it, latency after its end."""
+    arrived = {flow: at for rank in ranks for flow, at in rank.arrived.items()}
+    return [
+        (index, sender, max(arrived[flow] - sender.ended, 0.0))
+        for index, rank in enumerate(ranks)
+        for flow, sender in rank.sent.items()
+        if flow in arrived
+    ]
+
+
+def _notice(ranks: list[RankTrace], overhead: float) -> float:
+    """Median time that a waiting stage takes to notice a message, less the task's overhead."""
     noticed = [delay for rank in ranks for delay in rank.wake_delays]
-    hop = statistics.median(hops) if hops else 0.0
-    notice = statistics.median(noticed) - overhead if noticed else 0.0
-    return max(hop, 0.0) + max(notice, 0.0)
+    return max(statistics.median(noticed) - overhead, 0.0) if noticed else 0.0
+
+
+def _fill_hops(
+    batch: TracedBatch,
+    ranks: list[RankTrace],
+    number: int,
+    messages: list[tuple[int, RanTask, float]],
+    hop: float,
+    notice: float,
+) -> None:
+    """Enter the latencies of one batch's messages."""
+    chunks = len(batch.hops[0]) // len(ranks)
+    for table in batch.hops:
+        table[:] = hop
+    for index, sender, latency in messages:
+        start, end = ranks[index].batches[number]
+        kind, microbatch, chunk = sender.task
+        if start <= sender.started <= end and kind is not Kind.WEIGHT:
+            batch.hops[kind][index * chunks + chunk, microbatch] = latency + notice
 
 
 def _task_overhead(ranks: list[RankTrace], numbers: list[int]) -> float:
