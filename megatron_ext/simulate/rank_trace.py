@@ -40,8 +40,8 @@ class RankTrace:
     """The task that sent a message, by the number of its arrow."""
     arrived: dict[str, float] = field(default_factory=dict)
     peak_live: int = 0
-    wake_delays: list[float] = field(default_factory=list)
-    """From the arrival that ended a wait to the start of the task it allowed."""
+    wake_delays: dict[str, float] = field(default_factory=dict)
+    """From the arrival that ended a wait to the start of the task it allowed, by the arrow."""
 
     def gaps(self, number: int) -> Iterator[float]:
         """Times between two tasks of a batch with no wait between them."""
@@ -126,4 +126,4 @@ def _wakes(trace: RankTrace, used: dict[str, float]) -> None:
         end = spans[index][1]
         # The message ended this wait if its task follows at once.
         if at <= end and 0 <= used[flow] - end < 1.0:
-            trace.wake_delays.append(used[flow] - at)
+            trace.wake_delays[flow] = used[flow] - at

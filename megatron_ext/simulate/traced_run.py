@@ -71,15 +71,14 @@ def read_traces(folder: Path) -> TracedRun:
     chunks = 1 + max(task.task.chunk for task in tasks)
     splits = any(task.task.kind is Kind.WEIGHT for task in tasks)
     overhead = _task_overhead(ordered, sorted(complete))
-    messages = _messages(ordered)
-    notice = _notice(ordered, overhead)
-    hop = statistics.median(latency for *_, latency in messages) + notice if messages else 0.0
+    messages = _messages(ordered, overhead)
+    hop = statistics.median(latency for *_, latency in messages) if messages else 0.0
     batches = []
     for number in sorted(complete):
         batch = _batch(ordered, number, microbatches, chunks, splits)
         if batch is None:  # cut off, or of another size
             continue
-        _fill_hops(batch, ordered, number, messages, hop, notice)
+        _fill_hops(batch, ordered, number, messages, hop)
         batches.append(batch)
     if not batches:
         raise UsageError(f"--from-trace {folder}: no training iteration is complete on all ranks")
@@ -141,21 +140,25 @@ def _batch(
     return TracedBatch(ranks[0].iterations[number], times, ended - started, orders, hops)
 
 
-def _messages(ranks: list[RankTrace]) -> list[tuple[int, RanTask, float]]:
-    """Every message: index of the sending rank, task that sent it, latency after its end."""
+def _messages(ranks: list[RankTrace], overhead: float) -> list[tuple[int, RanTask, float]]:
+    """Every message: index of the sending rank, the task that sent it, its latency.
+
+    That is the time from the task's end to the arrival, and until the receiver begins with it where
+    it waited, less the overhead of a task. Where it did not wait, the median of the latter counts.
+    """
     arrived = {flow: at for rank in ranks for flow, at in rank.arrived.items()}
+    noticed = {flow: delay for rank in ranks for flow, delay in rank.wake_delays.items()}
+    usual = statistics.median(noticed.values()) if noticed else overhead
     return [
-        (index, sender, max(arrived[flow] - sender.ended, 0.0))
+        (
+            index,
+            sender,
+            max(arrived[flow] - sender.ended, 0.0) + max(noticed.get(flow, usual) - overhead, 0.0),
+        )
         for index, rank in enumerate(ranks)
         for flow, sender in rank.sent.items()
         if flow in arrived
     ]
-
-
-def _notice(ranks: list[RankTrace], overhead: float) -> float:
-    """Median time that a waiting stage takes to notice a message, less the task's overhead."""
-    noticed = [delay for rank in ranks for delay in rank.wake_delays]
-    return max(statistics.median(noticed) - overhead, 0.0) if noticed else 0.0
 
 
 def _fill_hops(
@@ -164,7 +167,6 @@ def _fill_hops(
     number: int,
     messages: list[tuple[int, RanTask, float]],
     hop: float,
-    notice: float,
 ) -> None:
     """Enter the latencies of one batch's messages."""
     chunks = len(batch.hops[0]) // len(ranks)
@@ -174,7 +176,7 @@ def _fill_hops(
         start, end = ranks[index].batches[number]
         kind, microbatch, chunk = sender.task
         if start <= sender.started <= end and kind is not Kind.WEIGHT:
-            batch.hops[kind][index * chunks + chunk, microbatch] = latency + notice
+            batch.hops[kind][index * chunks + chunk, microbatch] = latency
 
 
 def _task_overhead(ranks: list[RankTrace], numbers: list[int]) -> float:
