@@ -43,13 +43,13 @@ class RankTrace:
     wake_delays: dict[str, float] = field(default_factory=dict)
     """From the arrival that ended a wait to the start of the task it allowed, by the arrow."""
 
-    def gaps(self, number: int) -> Iterator[float]:
-        """Times between two tasks of a batch with no wait between them."""
+    def gaps(self, number: int) -> Iterator[tuple[Task, float]]:
+        """Tasks of a batch that no wait precedes, and the time since the task before."""
         waited = sorted(start for start, _ in self.waits)
         for before, after in pairwise(self.tasks[number]):
             first = bisect_right(waited, before.ended - _SLACK)
             if first == len(waited) or waited[first] > after.started:
-                yield max(after.started - before.ended, 0.0)
+                yield after.task, max(after.started - before.ended, 0.0)
 
 
 def read_rank(folder: Path) -> dict[int, RankTrace]:

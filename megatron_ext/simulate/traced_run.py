@@ -75,7 +75,7 @@ def read_traces(folder: Path) -> TracedRun:
     hop = statistics.median(latency for *_, latency in messages) if messages else 0.0
     batches = []
     for number in sorted(complete):
-        batch = _batch(ordered, number, microbatches, chunks, splits)
+        batch = _batch(ordered, number, microbatches, chunks, splits, overhead)
         if batch is None:  # cut off, or of another size
             continue
         _fill_hops(batch, ordered, number, messages, hop)
@@ -117,9 +117,17 @@ def read_rank_files(folder: Path) -> dict[int, RankTrace]:
 
 
 def _batch(
-    ranks: list[RankTrace], number: int, microbatches: int, chunks: int, splits: bool
+    ranks: list[RankTrace],
+    number: int,
+    microbatches: int,
+    chunks: int,
+    splits: bool,
+    overhead: float,
 ) -> TracedBatch | None:
-    """The times of a batch; None if a task is missing."""
+    """The times of a batch; None if a task is missing.
+
+    Where the time before a task differs from the mean overhead, the difference goes to the task.
+    """
     shape = (len(ranks) * chunks, microbatches)
     tables: dict[Kind, Array] = {kind: np.full(shape, np.nan) for kind in _COMPUTED}
     if not splits:
@@ -129,9 +137,13 @@ def _batch(
         for ran in rank.tasks[number]:
             kind, microbatch, chunk = ran.task
             tables[kind][index * chunks + chunk, microbatch] = ran.ended - ran.started
+        for (kind, microbatch, chunk), gap in rank.gaps(number):
+            tables[kind][index * chunks + chunk, microbatch] += gap - overhead
         orders.append([ran.task for ran in rank.tasks[number]])
     if any(np.isnan(table).any() for table in tables.values()):
         return None
+    for table in tables.values():
+        np.maximum(table, 0, out=table)
     whole = tables[Kind.BACKWARD] + tables[Kind.WEIGHT]
     started = min(rank.batches[number][0] for rank in ranks if rank.stage == 0)
     ended = max(rank.tasks[number][-1].ended for rank in ranks)
@@ -181,5 +193,5 @@ def _fill_hops(
 
 def _task_overhead(ranks: list[RankTrace], numbers: list[int]) -> float:
     """Mean gap between neighbouring tasks that no wait stands between."""
-    gaps = [gap for rank in ranks for number in numbers for gap in rank.gaps(number)]
+    gaps = [gap for rank in ranks for number in numbers for _, gap in rank.gaps(number)]
     return statistics.fmean(gaps) if gaps else 0.0
