@@ -35,7 +35,15 @@ COMMANDS = (
     ),
     Command("corpus", "build a byte-level Megatron dataset from text files", "megatron_ext.corpus"),
     Command("doctor", "say what is installed and whether a run could start", "megatron_ext.doctor"),
+    Command(
+        "plot", "draw a run or a simulation for papers and slides", "megatron_ext.plot.command"
+    ),
     Command("report", "join the traces of a run's ranks into one", "megatron_ext.report.command"),
+    Command(
+        "simulate",
+        "simulate a pipeline with the arbiter and the hints of training",
+        "megatron_ext.simulate.command",
+    ),
 )
 
 

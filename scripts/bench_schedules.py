@@ -61,6 +61,7 @@ from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates  # noqa: E
 from megatron_ext.pipeline import jitter, weight_grad  # noqa: E402
 from megatron_ext.pipeline.batch_statistics import BatchStatistics  # noqa: E402
 from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
+from megatron_ext.pipeline.trace_window import TraceWindow  # noqa: E402
 
 SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
 
@@ -74,6 +75,14 @@ class Policy:
     iterations: int = 1
     clip: str | None = None
     """Of two weight versions; None where every batch is flushed."""
+
+    @property
+    def name(self) -> str:
+        """As shown in the table."""
+        name = f"{self.hint} {self.live_limit}" if self.hint else "Megatron 1F1B"
+        if self.clip is not None:
+            name += f" + 2BW, clip {self.clip}"
+        return name + (f", {self.iterations} iterations" if self.iterations > 1 else "")
 
 
 # Slowdowns in percent, from Table 6 of the RRFP paper: a larger model, on GPUs.
@@ -90,6 +99,7 @@ POLICIES = (
     Policy("bf", "2p"),
     Policy("bfw", "p"),
     Policy("bfw-depth", "p"),
+    Policy("bfw-room", "p"),
     Policy("bfw", "1.5p"),
     Policy("bfw", "2p"),
     Policy("bfw-depth", "2p"),
@@ -232,6 +242,13 @@ def make_delays(setting: Setting, stage: int) -> jitter.Jitter | None:
     )
 
 
+def _trace_window(args: argparse.Namespace, policy: Policy) -> TraceWindow | None:
+    """Where a policy's traces go; the warm-up, iteration 0, is not traced."""
+    if args.trace is None:
+        return None
+    return TraceWindow(args.trace / policy.name.replace(" ", "-"))
+
+
 def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -249,11 +266,17 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
     delays: jitter.Jitter | None = None
     delayed: DelayedUpdates | None = None
     iteration = 0
+    setting_number = 0
     hooks.install(hooks.jitter_hooks(lambda: delays))
     hooks.install(hooks.UPDATE_HOOKS)
     schedules = {
         policy: StageExecutor(
-            RrfpConfig(hint=policy.hint, live_limit=policy.live_limit, timeout_s=120),
+            RrfpConfig(
+                hint=policy.hint,
+                live_limit=policy.live_limit,
+                timeout_s=120,
+                trace=_trace_window(args, policy),
+            ),
             seed=1,
             iteration=lambda: iteration,
             jitter=lambda: delays,
@@ -275,7 +298,8 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
         dist.barrier()
         started = time.perf_counter()
         for number in range(policy.iterations):
-            iteration = number
+            # A trace of single iterations tells the settings apart by it.
+            iteration = number if policy.iterations > 1 else setting_number
             if optimizer is not None:
                 model.zero_grad_buffer()
                 optimizer.zero_grad()
@@ -310,11 +334,11 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
         }
 
     def measure_all(policies: Sequence[Policy], settings: list[Setting]) -> None:
-        nonlocal delays
+        nonlocal delays, setting_number
         for policy in policies:  # connects, and warms up
             shape = (args.stages, 2 * args.stages * policy.iterations)
             run(policy, Durations(np.zeros(shape), np.zeros(shape)))
-        for setting in settings:
+        for setting_number, setting in enumerate(settings, 1):  # noqa: B007
             iterations = policies[0].iterations
             durations = Durations.draw(args, setting.sigma, setting.seed, iterations)
             for policy in policies:
@@ -508,6 +532,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="LEVEL",
         choices=list(jitter.LEVELS),
         help="also run with the injected delays J1, J2 and J3 of the paper, or those named here",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="trace every policy but Megatron's into a folder of its own in DIR, one iteration per "
+        "setting; megatron-ext simulate --from-trace reads it",
     )
     parser.add_argument("--json", type=Path, help="write the records to this file")
     args = parser.parse_args(argv)

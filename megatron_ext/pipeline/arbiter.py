@@ -29,8 +29,9 @@ class Arbiter:
 
     Where the pipeline does not drain between batches, microbatches are numbered on from batch to
     batch (`extend`), and `must_end` says where the batch ends that is to be finished first. Once
-    its backwards are done, its weight gradients run before anything else, since its update waits
-    for them; when the update is done too (`updated`), the choice is `Kind.UPDATE`.
+    its backwards are done and half of the next batch has entered, its weight gradients run before
+    anything else, since its update waits for them. When the update is done too (`updated`), the
+    choice is `Kind.UPDATE`.
     """
 
     def __init__(self, place: Place, hint: Hint, *, forward_only: bool = False) -> None:
@@ -131,11 +132,13 @@ class Arbiter:
         if self._must_end:
             if self._updates:
                 return Task(Kind.UPDATE, self._must_end)
-            if self._deferred and self._backwards_ended() and self._weight_is_due():
+            near = self._deferred and self._update_is_near()
+            if near and self._backwards_ended() and self._weight_is_due():
                 ready.weight = self._deferred[0]
                 return ready.weight
         ready.weight = self._deferred[0] if self._deferred else None
-        if self.live < self._most_live:
+        ready.full = self.live >= self._most_live
+        if not ready.full:
             for chunk, task in enumerate(self._next_forwards):
                 if task.microbatch in self._activations[chunk] or self._starts[chunk]:
                     if chunk == 0 and not self._may_enter(task.microbatch):
@@ -206,6 +209,14 @@ class Arbiter:
             if task.microbatch < forwards and not (self._ends[chunk] or self.forward_only or held):
                 tasks.append(task)
         return tasks
+
+    def _update_is_near(self) -> bool:
+        """Whether the next batch waits for the update, or will soon: half of it has entered.
+
+        To run weight gradients earlier than that would only hold other tasks up.
+        """
+        entered = self._next_forwards[0].microbatch
+        return self._hold_backwards or 2 * entered >= self._must_end + self._end
 
     def _weight_is_due(self) -> bool:
         return any(task.microbatch < self._must_end for task in self._deferred)

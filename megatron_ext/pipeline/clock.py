@@ -13,7 +13,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,11 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from megatron_ext.errors import PipelineError
+from megatron_ext.pipeline.clock_reading import ClockReading
+
+__all__ = ["ClockReading", "compare_clocks"]
 
 _EXCHANGES = 16
-
-
-@dataclass(frozen=True)
-class ClockReading:
-    """This rank's clock, `time.perf_counter`, against that of rank 0."""
-
-    run: str
-    """A word that all ranks of this run share, and no other run."""
-    host: str
-    offset_s: float
-    """What this rank's clock shows more than rank 0's at the same moment."""
-    uncertainty_s: float
-    """The offset is off by no more than this."""
 
 
 def compare_clocks(
@@ -48,6 +37,8 @@ def compare_clocks(
     machine: str | None = None,
 ) -> ClockReading:
     """Compare clocks; every rank must call this, at about the same time.
+
+    Later calls over the same store give what the first one found.
 
     Args:
         rank: This rank.
@@ -76,7 +67,7 @@ def compare_clocks(
             ) from error
 
     store.set(f"machine/{rank}", machine or _machine())
-    if rank == 0:
+    if rank == 0 and not store.check(["run"]):
         machines = [get(f"machine/{other}") for other in range(world_size)]
         speakers = [machines.index(name) for name in machines]
         store.set("run", json.dumps([secrets.token_hex(8), speakers]))
@@ -86,7 +77,7 @@ def compare_clocks(
                 store.set(f"answer/{speaker}/{number}", repr(clock()))
     run, speakers = json.loads(get("run"))
     speaker = speakers[rank]
-    if speaker == rank and rank != 0:
+    if speaker == rank and rank != 0 and not store.check([f"offset/{rank}"]):
         exchanges = []
         for number in range(_EXCHANGES):
             before = clock()

@@ -43,6 +43,8 @@ class ReadySet:
     """Kind of the forward or backward that ran last in this batch."""
     ahead: int = 0
     """Forwards done less backwards done, over all chunks."""
+    full: bool = False
+    """Whether the stage holds all it may, so that no forward can start."""
 
     @property
     def count(self) -> int:
@@ -121,6 +123,20 @@ class BackwardForwardWeightByDepth(Hint):
         if ready.forwards and (not ready.backwards or ready.ahead < depth):
             return ready.forward
         return ready.backward or ready.weight
+
+
+class BackwardForwardWeightByRoom(BackwardForwardWeightByDepth):
+    """BFW by depth, and a weight gradient before a backward where that makes room for a forward.
+
+    A stage that is full can start no forward. While it is less far ahead than 1F1B's, that forward
+    would go before a backward, so the weight gradient that makes room for it does too.
+    """
+
+    def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
+        place = self.place
+        if ready.full and ready.weight and ready.ahead < place.chunks * place.depth - place.stage:
+            return ready.weight
+        return super().choose(ready)
 
 
 class ForwardBackward(Hint):
@@ -206,6 +222,7 @@ HINTS: dict[str, type[Hint]] = {
     "bf": BackwardForward,
     "bfw": BackwardForwardWeight,
     "bfw-depth": BackwardForwardWeightByDepth,
+    "bfw-room": BackwardForwardWeightByRoom,
     "fb": ForwardBackward,
     "b-priority": BackwardPriority,
     "f-priority": ForwardPriority,

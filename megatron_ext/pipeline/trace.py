@@ -22,7 +22,7 @@ from typing import Any
 from megatron_ext import __version__
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, MessageTime, Span, consumer
-from megatron_ext.pipeline.clock import ClockReading, compare_clocks
+from megatron_ext.pipeline.clock_reading import ClockReading
 from megatron_ext.pipeline.task import Direction, Header, Task
 from megatron_ext.pipeline.trace_window import FILE_NAME, FORMAT, TraceWindow
 
@@ -85,6 +85,9 @@ class Trace:
             yield
             return
         if self._clock is None:
+            # Not above: simulations write traces too, and have no PyTorch to wait for.
+            from megatron_ext.pipeline.clock import compare_clocks
+
             place = self._place
             self.begin(compare_clocks(place.rank, place.world_size, timeout_s=self._timeout_s))
         try:
@@ -108,12 +111,14 @@ class Trace:
             file.seek(-len(_FOOT), os.SEEK_END)
             file.write("".join(f",\n{line}" for line in lines).encode() + _FOOT)
 
-    def begin(self, clock: ClockReading) -> None:
+    def begin(self, clock: ClockReading, origin_s: float | None = None) -> None:
         """Start the file; that of an earlier run is kept beside it.
 
         Args:
             clock: How this rank's clock stands to the first rank's.
+            origin_s: The clock's time at which a joined trace begins; now if None.
         """
+        origin_s = time.perf_counter() if origin_s is None else origin_s
         self._clock, place = clock, self._place
         about = {
             "format": FORMAT,
@@ -126,7 +131,7 @@ class Trace:
             "host": clock.host,
             "clock offset (us)": clock.offset_s * 1e6,
             "clock uncertainty (us)": clock.uncertainty_s * 1e6,
-            "origin (us)": time.perf_counter() * 1e6,
+            "origin (us)": origin_s * 1e6,
         }
         head = json.dumps({"otherData": about, "displayTimeUnit": "ms"})[:-1]
         lines = ",\n".join(rank_names(place))

@@ -32,12 +32,15 @@ class JoinedTrace:
 
 
 @dataclass(frozen=True)
-class _RankFile:
+class RankFile:
+    """The trace of one rank, and what it says of itself in its first line."""
+
     path: Path
     about: dict[str, Any]
 
     @property
     def offset_us(self) -> float:
+        """What this rank's clock shows more than that of the first rank."""
         return float(self.about["clock offset (us)"])
 
 
@@ -56,7 +59,7 @@ def join_traces(
             written.
     """
     joined = JoinedTrace()
-    files = _rank_files(folder, joined.warnings)
+    files = rank_files(folder, joined.warnings)
     # The zero of the joined trace; rank clocks count from when a machine was started.
     origin_us = min(file.about["origin (us)"] - file.offset_us for file in files)
     about = {"format": FORMAT, "ranks": {file.about["rank"]: file.about for file in files}}
@@ -67,7 +70,7 @@ def join_traces(
             separator = "\n"
             for file in files:
                 shift_us = origin_us + file.offset_us
-                for event in _events(file.path, joined.warnings):
+                for event in rank_events(file.path, joined.warnings):
                     if "ts" in event:
                         event["ts"] = round(event["ts"] - shift_us, 3)
                     output.write(separator + json.dumps(event, separators=(",", ":")))
@@ -83,8 +86,16 @@ def join_traces(
     return joined
 
 
-def _rank_files(folder: Path, warnings: list[str]) -> list[_RankFile]:
-    """The traces in `folder`, by rank."""
+def rank_files(folder: Path, warnings: list[str]) -> list[RankFile]:
+    """The traces in `folder`, by rank.
+
+    Args:
+        folder: Where a run's ranks wrote their traces.
+        warnings: Gets a line for every file that is left out, and for ranks without one.
+
+    Raises:
+        UsageError: There are none, or those of several runs.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no directory; give the one that --rrfp-trace named")
     files = []
@@ -93,7 +104,7 @@ def _rank_files(folder: Path, warnings: list[str]) -> list[_RankFile]:
         if about is None:
             warnings.append(f"{path} is left out: it is no trace of --rrfp-trace")
         else:
-            files.append(_RankFile(path, about))
+            files.append(RankFile(path, about))
     if not files:
         raise UsageError(
             f"{folder} holds no trace (no {FILE_PATTERN} of --rrfp-trace); "
@@ -124,8 +135,8 @@ def _about(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _events(path: Path, warnings: list[str]) -> Iterator[dict[str, Any]]:
-    """The events of a rank's file, up to where it is cut off."""
+def rank_events(path: Path, warnings: list[str]) -> Iterator[dict[str, Any]]:
+    """The events of a rank's file, up to where it is cut off, of which `warnings` then tells."""
     with path.open(encoding="utf-8", errors="replace") as file:
         file.readline()
         for line in file:

@@ -31,6 +31,7 @@ def test_offsets_between_machines() -> None:
 
     with ThreadPoolExecutor(len(RANKS)) as pool:
         readings = list(pool.map(compare, range(len(RANKS))))
+        assert list(pool.map(compare, range(len(RANKS)))) == readings
     for reading, (machine, error) in zip(readings, RANKS, strict=True):
         assert abs(reading.offset_s - error) <= reading.uncertainty_s < 0.05
         assert (reading.uncertainty_s == 0) is (machine == "a")

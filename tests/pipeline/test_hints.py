@@ -36,8 +36,18 @@ def test_preferences() -> None:
     assert order_of("fb") == "FBFB"
     assert order_of("b-priority") == "BBBB"
     assert order_of("f-priority") == "FFFF"
+    assert order_of("bfw-room", 7, ahead=1) == order_of("bfw-depth", 7, ahead=1)
     # Stage 1 of 4 is 3 ahead under 1F1B: forwards until there, then in turn.
     assert order_of("bfw-depth", 7, ahead=1) == "FFBFBFB"
+
+
+def test_room_is_made_only_for_a_forward_that_is_due() -> None:
+    hint = HINTS["bfw-room"](PLACE)
+    due, early = (ReadySet([], [BACKWARD], WEIGHT, None, ahead, full=True) for ahead in (2, 3))
+    assert hint.choose(due) == WEIGHT
+    assert hint.choose(early) == BACKWARD
+    assert hint.choose(ReadySet([], [BACKWARD], None, None, 2, full=True)) == BACKWARD
+    assert hint.choose(ReadySet([], [BACKWARD], WEIGHT, None, 2)) == BACKWARD
 
 
 @pytest.mark.parametrize("name", [name for name, hint in HINTS.items() if not hint.fixed_order])

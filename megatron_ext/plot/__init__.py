@@ -1,0 +1,1 @@
+"""What `megatron-ext plot` draws: pictures for papers and slides."""

@@ -1,0 +1,162 @@
+"""Simulate a traced run again, and then under other policies, splits and batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_ext.errors import UsageError
+from megatron_ext.pipeline.hints import HINTS
+from megatron_ext.simulate.jitter_law import Array
+from megatron_ext.simulate.job import Job
+from megatron_ext.simulate.network import Network
+from megatron_ext.simulate.pipeline import Pipeline, Policy
+from megatron_ext.simulate.task_times import TaskTimes
+from megatron_ext.simulate.traced_run import TracedBatch, TracedRun
+
+_FEWEST_ITERATIONS = 4  # so that what happens between batches counts
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A traced run with what the trace does not tell."""
+
+    run: TracedRun
+    pipeline: Pipeline
+    """One batch of it, with all times besides tasks."""
+    network: Network
+    weight_share: float
+    """For schedules that split, where the run did not."""
+
+    def job(self, batch: TracedBatch) -> Job:
+        """One batch as it was."""
+        return Job(
+            self.pipeline,
+            network=self.network,
+            given=self._times(batch),
+            given_factors=self._factors([batch.hops]),
+        )
+
+    def predict(self, policy: Policy) -> list[float]:
+        """Makespans of the traced batches."""
+        makespans = []
+        for batch in self.run.batches:
+            job = self.job(batch)
+            makespans.append(job.run(job.draw(0), policy).makespan)
+        return makespans
+
+    def likely_policy(self) -> Policy:
+        """The hint and limit that reproduce the order of the first batch best."""
+        batch = self.run.batches[0]
+        job = self.job(batch)
+        draw = job.draw(0)
+        peak = -(-self.run.peak_live // self.run.chunks)
+        best, best_score = Policy("1f1b"), -1.0
+        for hint, known in HINTS.items():
+            if known.splits_weight != self.run.splits_weight:
+                continue
+            for limit in dict.fromkeys((str(peak), "p", "1.5p", "2p")):
+                policy = Policy(hint, limit)
+                try:
+                    outcome = job.run(draw, policy, record=True)
+                except UsageError:
+                    continue
+                assert outcome.recordings is not None
+                score = 0.0
+                for recording, order in zip(outcome.recordings, batch.orders, strict=True):
+                    simulated = [ran.task for ran in recording.tasks]
+                    score += sum(a == b for a, b in zip(simulated, order, strict=True))
+                if score > best_score:
+                    best, best_score = policy, score
+        return best
+
+    def what_if(
+        self,
+        *,
+        microbatches: int | None = None,
+        layers: Sequence[int] = (),
+        split: Sequence[int] = (),
+        seed: int = 0,
+    ) -> Job:
+        """The traced batches one after the other, changed.
+
+        Args:
+            microbatches: Another number per batch: measured ones are drawn with replacement.
+            layers: Of each virtual stage in the traced run.
+            split: What they should be instead; times change in proportion.
+            seed: Of that draw.
+
+        Raises:
+            UsageError: The numbers of layers do not go together.
+        """
+        batches = [self._times(batch) for batch in self.run.batches]
+        count = max(_FEWEST_ITERATIONS, len(batches))
+        chosen = [batches[number % len(batches)] for number in range(count)]
+        measured = [self.run.batches[number % len(batches)].hops for number in range(count)]
+        size = microbatches or self.run.microbatches
+        generator = np.random.default_rng(seed)
+        columns = [
+            generator.integers(0, self.run.microbatches, size)
+            if size != self.run.microbatches
+            else np.arange(size)
+            for _ in chosen
+        ]
+        scale = self._layer_scale(layers, split)
+
+        def joined(name: str) -> Array:
+            parts = [
+                getattr(batch, name)[:, column]
+                for batch, column in zip(chosen, columns, strict=True)
+            ]
+            return np.concatenate(parts, axis=1) * scale
+
+        times = TaskTimes(joined("forward"), joined("backward"), joined("weight"))
+        pipeline = replace(self.pipeline, iterations=count, microbatches=size)
+        hops = [
+            (messages[0][:, column], messages[1][:, column])
+            for messages, column in zip(measured, columns, strict=True)
+        ]
+        return Job(pipeline, network=self.network, given=times, given_factors=self._factors(hops))
+
+    def _times(self, batch: TracedBatch) -> TaskTimes:
+        times = batch.times
+        if self.run.splits_weight:
+            return times
+        return TaskTimes(times.forward, times.backward, times.backward * self.weight_share)
+
+    def _factors(self, hops: list[tuple[Array, Array]]) -> tuple[Array, Array] | None:
+        """Measured latencies relative to their median, so that another one scales them all."""
+        median = self.run.hop_latency
+        if not median:
+            return None
+        return (
+            np.concatenate([one for one, _ in hops], axis=1) / median,
+            np.concatenate([two for _, two in hops], axis=1) / median,
+        )
+
+    def _layer_scale(self, layers: Sequence[int], split: Sequence[int]) -> Array:
+        """How much longer every row's tasks become, [row, 1]."""
+        stages, chunks = self.run.stages, self.run.chunks
+        virtual = stages * chunks
+        if not split:
+            return np.ones((1, 1))
+        now = list(layers) if len(layers) > 1 else [sum(split) // virtual] * virtual
+        if layers and len(layers) == 1:
+            now = [layers[0] // virtual] * virtual
+        if len(split) != virtual or len(now) != virtual:
+            raise UsageError(
+                f"--split: it takes one number of layers for each of {virtual} model chunks, and "
+                "so does --layers"
+            )
+        if min(split) < 1:
+            raise UsageError("--split: every model chunk needs at least one layer")
+        if sum(now) != sum(split):
+            raise UsageError(
+                f"--split has {sum(split)} layers and the traced run {sum(now)}; give its split "
+                "with --layers"
+            )
+        ratio = np.array(split, dtype=float) / np.array(now, dtype=float)
+        rows = [ratio[chunk * stages + stage] for stage in range(stages) for chunk in range(chunks)]
+        return np.tile(np.array(rows), self.run.replicas)[:, None]
