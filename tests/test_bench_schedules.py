@@ -20,6 +20,7 @@ from tests.training import REPOSITORY
 def test_small_run(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     words = "--stages 3 --microbatches 6 --seeds 2 --sigmas 0 0.3 --forward-ms 2 --backward-ms 3"
+    words += " --iterations 2"
     process = subprocess.run(
         [
             *[sys.executable, str(REPOSITORY / "scripts" / "bench_schedules.py")],
@@ -32,8 +33,11 @@ def test_small_run(tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stderr
     results = json.loads(out.read_text())["results"]
-    policies = {(record["hint"], record["live_limit"]) for record in results}
-    assert {("megatron-1f1b", "p"), ("bf", "p"), ("bf", "2p")} <= policies
+    policies = {(r["hint"], r["live_limit"], r["iterations"], r["clip"]) for r in results}
+    single = {("megatron-1f1b", "p", 1, None), ("bf", "p", 1, None), ("bf", "2p", 1, None)}
+    several = {("megatron-1f1b", "p", 2, None), ("bfw", "2p", 2, "exact"), ("bfw", "2p", 2, "off")}
+    assert single | several <= policies
+    assert all(r["pipedream_2bw"] == (r["clip"] is not None) for r in results)
     assert len(results) == 2 * len(policies)
     for record in results:
         assert 0 < record["floor_ratio_min"] <= record["floor_ratio"] <= 1
