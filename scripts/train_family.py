@@ -372,7 +372,7 @@ def _compare(history: History, member: Member, reference: Curve) -> tuple[dict[s
     result = check(history, [reference], config)
     half = check(history.until(0.5), [reference], config).predicted_final_loss
     entry = {
-        "run": history.source,
+        "run": Path(history.source).stem,
         "params": member.params,
         "comparable": result.comparable,
         "reasons": list(result.reasons),

@@ -119,9 +119,10 @@ def reference_notes(run_split: str, reference: Curve) -> tuple[str, ...]:
     if start > IGNORED or end < 0.985:
         notes.append(f"the reference covers t = {start:.2f} to {end:.2f} only")
     if reference.final_loss_error > 0.003:
+        advice = "; smooth over more steps with --smooth" if reference.split == "train" else ""
         notes.append(
             f"the reference's final loss is uncertain by {reference.final_loss_error:.1%}: "
-            "its losses are noisy; smooth over more steps with --smooth"
+            f"its losses are noisy{advice}"
         )
     return tuple(notes)
 
