@@ -1,6 +1,6 @@
 r"""Simulated against measured makespans, for every policy of scripts/bench_schedules.py.
 
-    python scripts/bench_schedules.py --sigmas 0.3 --trace out/bench
+    python scripts/bench_schedules.py --sigmas 0.3 --iterations 0 --trace out/bench
     python scripts/compare_simulation.py out/bench --sigma 0.3
 
 Predicts each run twice: from the task times in its own trace; and from the times that were drawn,
@@ -53,6 +53,8 @@ def compare(args: argparse.Namespace) -> list[tuple[str, list[float], list[float
     rows = []
     for folder in sorted(args.folder.iterdir()):
         hint, _, limit = folder.name.rpartition("-")
+        if not limit.endswith("p"):
+            continue  # runs of several iterations, which the benchmark names otherwise
         policy, run = Policy(hint, limit), read_traces(folder)
         measured = [batch.makespan for batch in run.batches]
         pipeline = Pipeline(run.stages, run.microbatches, task_overhead=run.task_overhead)
