@@ -309,7 +309,10 @@ def _make_executor() -> StageExecutor:
     )
 
 
-_DEGRADES = "--optimizer {} loses more by the delay than muon does (docs/convergence.md); use muon"
+_DEGRADES = (
+    "--optimizer {} loses more by the delay than muon: in small trials Adam lost 0.62 nats per byte "
+    "(0.47 with error feedback), muon 0.25 (0.10); use --optimizer muon (docs/convergence.md)"
+)
 
 
 def _setup_model_and_optimizer(original: Function) -> Function:
