@@ -47,6 +47,8 @@ HOOK_GROUPS = {
     "WEIGHT_GRADIENT_HOOKS": "--rrfp-hint bfw, bfw-depth",
     "METRICS_HOOKS": "--tensorboard-dir, --wandb-project",
     "JITTER_HOOKS": "--rrfp-jitter",
+    "UPDATE_HOOKS": "--pipedream-2bw",
+    "PIPEDREAM_2BW_HOOKS": "--pipedream-2bw",
     "COLLAPSE_HOOKS": "--collapse-reference",
 }
 """What installs each table of `hooks.py`."""

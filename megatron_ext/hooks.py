@@ -39,8 +39,6 @@ from megatron_ext.pipeline.jitter import (
 )
 
 if TYPE_CHECKING:
-    from megatron_ext.pipedream_2bw.checkpoint import Checkpoint
-    from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates
     from megatron_ext.pipeline.metrics import Metrics
     from megatron_ext.pipeline.stage import StageExecutor
 
@@ -70,9 +68,6 @@ class Hook:
 _executor: StageExecutor | None = None
 _metrics: Metrics | None = None
 _jitter: Jitter | None = None
-_delayed: DelayedUpdates | None = None
-_checkpoint: Checkpoint | None = None
-_loading = False
 
 _installed: dict[Hook, tuple[Function, Function]] = {}
 """Original and replacement of every hook in place."""
@@ -225,19 +220,10 @@ def _set_global_variables(original: Function) -> Function:
             if args.tensorboard_dir or args.wandb_project:
                 install(METRICS_HOOKS)
         if two_versions is not None:
-            if args.rank == 0:
-                print(f"megatron_ext: two weight versions: {arguments.describe(two_versions)}")
-                if "muon" not in args.optimizer:
-                    print(f"megatron_ext: --pipedream-2bw: {_DEGRADES.format(args.optimizer)}")
-            if getattr(args, "rerun_mode", "disabled") != "disabled":
-                # By the time a batch's losses are validated, tasks of the next one have run.
-                args.rerun_mode = "disabled"
-                if args.rank == 0:
-                    print(
-                        "megatron_ext: --pipedream-2bw sets --rerun-mode disabled: a batch cannot "
-                        "be repeated once the next one has begun, so a NaN ends the run at once"
-                    )
-            install(PIPEDREAM_2BW_HOOKS)
+            from megatron_ext.pipedream_2bw import megatron_loop
+
+            megatron_loop.announce(two_versions, args)
+            install((*UPDATE_HOOKS, *PIPEDREAM_2BW_HOOKS))
         if jitter is not None:
             if args.rank == 0:
                 print(f"megatron_ext: forwards and backwards are delayed: --rrfp-jitter {jitter}")
@@ -292,6 +278,7 @@ def _make_executor() -> StageExecutor:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
+    from megatron_ext.pipedream_2bw import megatron_loop
     from megatron_ext.pipeline.stage import StageExecutor
 
     args = get_args()
@@ -305,142 +292,19 @@ def _make_executor() -> StageExecutor:
         seed=seed,
         iteration=lambda: int(args.curr_iteration),
         jitter=_jitter_of_this_stage if args.rrfp_jitter else lambda: None,
-        delayed=lambda: _delayed,
+        delayed=megatron_loop.current,
     )
 
 
-_DEGRADES = (
-    "--optimizer {} loses more by the delay than muon: in small trials Adam lost 0.62 nats per byte "
-    "(0.47 with error feedback), muon 0.25 (0.10); use --optimizer muon (docs/convergence.md)"
-)
+def _two_versions(name: str) -> Callable[[Function], Function]:
+    """A wrapper of `pipedream_2bw.megatron_loop`, imported when its hook is installed."""
 
+    def wrap(original: Function) -> Function:
+        module = importlib.import_module("megatron_ext.pipedream_2bw.megatron_loop")
+        replacement: Function = getattr(module, name)(original)
+        return replacement
 
-def _setup_model_and_optimizer(original: Function) -> Function:
-    def setup_model_and_optimizer(*args: Any, **named: Any) -> Any:
-        from megatron.training import get_args
-
-        result = original(*args, **named)
-        model, optimizer, *_ = result
-        if _delayed is None:  # nothing was loaded
-            _keep_two_versions(model, optimizer)
-        assert _delayed is not None
-        _delayed.begin_at(get_args().iteration)
-        return result
-
-    return setup_model_and_optimizer
-
-
-def _keep_two_versions(model: list[Any], optimizer: Any) -> None:
-    from megatron.core import parallel_state
-    from megatron.training import get_args
-
-    from megatron_ext.pipedream_2bw.checkpoint import Checkpoint
-    from megatron_ext.pipedream_2bw.clipping import clip_by
-    from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates
-
-    global _delayed, _checkpoint
-    args = get_args()
-    config = arguments.pipedream_2bw_config(args)
-    assert config is not None
-    clip_by(config.clip, optimizer)
-    # Tied embeddings are reduced over the first and the last stage: each waits for the other.
-    ties = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not getattr(
-        args, "untie_embeddings_and_output_weights", False
-    )
-    _delayed = DelayedUpdates(
-        config,
-        model,
-        optimizer,
-        end=args.train_iters,
-        batch_size=_microbatches_of,
-        two_gradient_buffers=config.clip == "exact" or ties,
-    )
-    _checkpoint = Checkpoint(_delayed, model)
-
-
-def _load_two_versions(original: Function) -> Function:
-    def load_checkpoint(ddp_model: Any, optimizer: Any, *rest: Any, **named: Any) -> Any:
-        global _loading
-        if _delayed is None and optimizer is not None:
-            _keep_two_versions(ddp_model, optimizer)
-        _loading = True
-        try:
-            return original(ddp_model, optimizer, *rest, **named)
-        finally:
-            _loading = False
-
-    return load_checkpoint
-
-
-def _load_base_checkpoint(original: Function) -> Function:
-    def load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, **named: Any) -> Any:
-        result = original(load_dir, args, rank0=rank0, **named)
-        state = result[0]
-        if _loading and _checkpoint is not None and state is not None:
-            if rank0:
-                _checkpoint.find(state, args.finetune)
-            else:
-                if "sharded_state_dict" not in named:
-                    _checkpoint.find(state, args.finetune)
-                _checkpoint.load(state)
-        return result
-
-    return load_base_checkpoint
-
-
-def _generate_state_dict(original: Function) -> Function:
-    def generate_state_dict(args: Any, *rest: Any, **named: Any) -> Any:
-        state = original(args, *rest, **named)
-        if _checkpoint is not None:
-            act = _checkpoint.ask if _loading else _checkpoint.save
-            act(state, args, named.get("model_sd_kwargs"))
-        return state
-
-    return generate_state_dict
-
-
-def _microbatches_of(iteration: int) -> int:
-    """Number of microbatches of the iteration after the one under way."""
-    import copy
-
-    from megatron.core import num_microbatches_calculator as calculators
-    from megatron.training import get_args
-
-    args = get_args()
-    calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    if not hasattr(calculator, "update"):
-        return int(calculators.get_num_microbatches())
-    following = copy.deepcopy(calculator)
-    consumed = args.consumed_train_samples + calculators.get_current_running_global_batch_size()
-    following.update(consumed, False, False)
-    return int(following.get())
-
-
-def _agreed_already(original: Function) -> Function:
-    """What an update has agreed on over all stages need not be reduced over them once more."""
-    signature = inspect.signature(original)
-
-    def reduce_over_stages(*args: Any, **named: Any) -> Any:
-        if _delayed is not None and _delayed.agreed:
-            value = next(iter(signature.bind(*args, **named).arguments.values()))
-            # It would have passed through a tensor of Megatron's type.
-            return torch.tensor(value).item() if value is not None else None
-        return original(*args, **named)
-
-    return reduce_over_stages
-
-
-def _yielding(original: Function) -> Function:
-    from megatron_ext.pipedream_2bw.background import yielding
-    from megatron_ext.pipedream_2bw.shadow_groups import shadow_of
-
-    return yielding(original, shadow_of)
-
-
-def _yielding_coalescing(original: Function) -> Function:
-    from megatron_ext.pipedream_2bw.background import yielding_coalescing
-
-    return yielding_coalescing(original)
+    return wrap
 
 
 def _training_log(original: Function) -> Function:
@@ -642,7 +506,7 @@ UPDATE_HOOKS = (
         Hook(
             "torch.distributed.distributed_c10d",
             name,
-            _yielding,
+            _two_versions("yielding_collective"),
             "run tasks while an update waits for other ranks",
         )
         for name in _COLLECTIVES
@@ -650,41 +514,40 @@ UPDATE_HOOKS = (
     Hook(
         "torch.distributed.distributed_c10d",
         "_coalescing_manager",
-        _yielding_coalescing,
+        _two_versions("yielding_coalescing"),
         "run tasks while an update waits for other ranks",
     ),
 )
 PIPEDREAM_2BW_HOOKS = (
-    *UPDATE_HOOKS,
     Hook(
         "megatron.training.training",
         "setup_model_and_optimizer",
-        _setup_model_and_optimizer,
+        _two_versions("keep_two_versions"),
         "keep two versions of the weights and step the optimizer between tasks",
     ),
     Hook(
         "megatron.training.checkpointing",
         "load_checkpoint",
-        _load_two_versions,
+        _two_versions("load_two_versions"),
         "load two versions of the weights",
     ),
     Hook(
         "megatron.training.checkpointing",
         "_load_base_checkpoint",
-        _load_base_checkpoint,
+        _two_versions("read_older_version"),
         "take the older version from a checkpoint",
     ),
     Hook(
         "megatron.training.checkpointing",
         "generate_state_dict",
-        _generate_state_dict,
+        _two_versions("add_older_version"),
         "save two versions of the weights",
     ),
     *(
         Hook(
             "megatron.training.utils",
             name,
-            _agreed_already,
+            _two_versions("agreed_already"),
             "take what the update has agreed on over the stages",
         )
         for name in (

@@ -115,14 +115,14 @@ def _rank_main(rank: int, argv: list[str], port: int, queue: Any) -> None:
 
 def _figures(model: list[Any], optimizer: Any) -> dict[str, int]:
     """Bytes by what they hold."""
-    from megatron_ext import hooks
+    from megatron_ext.pipedream_2bw import megatron_loop
     from megatron_ext.pipedream_2bw.error_feedback import KEY
     from megatron_ext.pipedream_2bw.leaf_optimizers import leaf_optimizers
 
     seen: set[int] = set()
     figures = {"weights": _bytes((p for m in model for p in m.parameters()), seen)}
     figures["gradients"] = _bytes((b.grad_data for m in model for b in m.buffers), seen)
-    delayed = hooks._delayed
+    delayed = megatron_loop.current()
     versions = gradients = 0
     if delayed is not None:
         second = list(delayed.weights._memory.pairs())
