@@ -24,7 +24,10 @@ FLAGS = [
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_killed_rank(corpus: Path, victim: int, at: str) -> None:
     """Within a task, and within the update's reduction of gradients."""
-    disturbance = Disturbance(rank=victim, iteration=2, at=at, kill=True)
+    # Microbatches are numbered on from batch to batch: the last one of the third batch of eight.
+    disturbance = Disturbance(
+        rank=victim, iteration=2, at=at, kill=True, microbatch=23, direction="BACKWARD"
+    )
     ranks, _ = train(corpus, 4, FLAGS, disturbance=disturbance, timeout_s=60)
     killed = ranks.pop(victim)
     assert killed.exit_code == -signal.SIGKILL
