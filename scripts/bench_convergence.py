@@ -182,7 +182,7 @@ def measure(args: argparse.Namespace, data: Path, progress: Progress) -> dict[st
             replace(best[name], delayed=True, error_feedback=coefficient, start=start)
             for name in rates
             for start in STARTS
-            for coefficient in (0.0, 1.0)
+            for coefficient in (0.0, 1.0, 2.0)
         ],
         "coefficient": [
             replace(best[name], delayed=True, error_feedback=coefficient)
