@@ -41,11 +41,12 @@ class Checkpoint:
         delayed, weights = self._delayed, self._delayed.weights
         if not delayed.delays(weights.newest):
             return
+        feedback = delayed.error_feedback
         entry: dict[str, Any] = {
-            "first": weights.first,
+            "first": delayed.first,
             "loss scale": delayed.scale_of_next(),
-            "feeds back": delayed.has_history,
-            "keeps older": weights.newest > weights.first,
+            "feeds back": feedback is not None and feedback.holds_history,
+            "keeps older": weights.newest > delayed.first,
         }
         if entry["keeps older"]:
             entry["older"] = self._older(args, model_options)

@@ -44,12 +44,10 @@ class DelayedUpdates:
         batch_size: Callable[[int], int],
         two_gradient_buffers: bool,
     ) -> None:
-        self.config = config
         self.first = config.start_iteration
         """The batch that training is delayed from; it is itself not delayed yet."""
         self._end = min(end, config.end_iteration) if config.end_iteration is not None else end
         self._batch_size = batch_size
-        self._models = models
         self._config = models[0].config
         self._optimizer = optimizer
         self._optimizer_step = optimizer.step
@@ -77,10 +75,8 @@ class DelayedUpdates:
     def begin_at(self, batch: int) -> None:
         """This is the first batch of the process, and its weights are the newest."""
         self.weights.newest = batch
-        if self._went_on:  # with the version before it, too
-            return
-        self.weights.first = batch
-        self.first = max(self.first, batch)
+        if not self._went_on:  # else with the version before it, too
+            self.first = max(self.first, batch)
 
     def go_on_from(self, first: int, scale: torch.Tensor | None) -> None:
         """Two versions were loaded, of a run that had been delayed from batch `first` on.
@@ -90,13 +86,8 @@ class DelayedUpdates:
             scale: Loss scale of the first batch here, where there is one.
         """
         self._went_on = True
-        self.first = self.weights.first = first
+        self.first = first
         self._scale_of_first = scale
-
-    @property
-    def has_history(self) -> bool:
-        """Whether the optimizer's state holds the last update."""
-        return self.error_feedback is not None and self.weights.newest > self.first
 
     def scale_of_next(self) -> torch.Tensor | None:
         """The loss scale of the batch that is under way, or comes next, if there is a scale."""
@@ -135,7 +126,7 @@ class DelayedUpdates:
 
     def select(self, batch: int) -> None:
         """Point to the weights and gradients of a batch whose task is next."""
-        self.weights.select(self.weights.version_of(batch))
+        self.weights.select(max(batch - 1, self.first))
         self._gradients.select(batch)
         if self._scale_loss is not None:
             scale = self._scale_of[batch]

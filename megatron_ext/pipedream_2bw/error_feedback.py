@@ -39,11 +39,16 @@ class ErrorFeedback:
         """Whether there is an update before this one to correct by."""
         self.expects_history = False
         """Whether a checkpoint that is being loaded holds the last update."""
-        leaves = leaf_optimizers(optimizer)
-        self._inner = [one.optimizer for one in leaves if getattr(one, "optimizer", None)]
+        self._inner: list[Any] = []
         for one in leaf_optimizers(optimizer):
             if getattr(one, "optimizer", None) is not None:
+                self._inner.append(one.optimizer)
                 self._wrap(one)
+
+    @property
+    def holds_history(self) -> bool:
+        """Whether the state of the optimizers holds the last update: not if all were skipped."""
+        return any(KEY in state for inner in self._inner for state in inner.state.values())
 
     def make_room(self) -> None:
         """Before a checkpoint with the last update is loaded."""
@@ -75,16 +80,15 @@ class ErrorFeedback:
 
         one.init_state_fn = with_history
         if hasattr(type(one), "optimizer_state_keys"):
-            one.__class__ = self._with_history_among_its_keys(type(one), inner)
+            one.__class__ = self._with_history_among_its_keys(type(one))
 
-    def _with_history_among_its_keys(self, original: type[Any], inner: Any) -> type[Any]:
+    def _with_history_among_its_keys(self, original: type[Any]) -> type[Any]:
         """Megatron's distributed optimizer, saving the last update too: it lists what it saves."""
         plain: Any = original
 
         def keys(one: Any) -> tuple[str, ...]:
             names: tuple[str, ...] = plain.optimizer_state_keys.fget(one)
-            held = self.expects_history or any(KEY in state for state in inner.state.values())
-            return (*names, KEY) if held else names
+            return (*names, KEY) if self.expects_history or self.holds_history else names
 
         def dtype_of(one: Any, key: str) -> torch.dtype:
             found: torch.dtype = plain._get_state_key_dtype(one, key)

@@ -1,4 +1,4 @@
-"""The two weight versions of a stage, and which of them a batch computes with."""
+"""The two weight versions of a stage."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_ext.pipedream_2bw.slots import SecondCopy, Slots, bucket_groups_of
 class WeightVersions:
     """Versions n (the newest) and n-1 of all trainable parameters of a stage.
 
-    Batch k, counted from 0, runs forward and backward on version max(k-1, `first`) on every stage
-    and its gradient makes version k+1 from version k (PipeDream-2BW, arXiv 2006.09503, section
-    3.1). The new version is written into the memory of the one that no batch needs any more, so
-    nothing that a graph in flight has saved is ever written to.
+    Batch k, counted from 0, runs forward and backward on version k-1 on every stage and its
+    gradient makes version k+1 from version k (PipeDream-2BW, arXiv 2006.09503, section 3.1). The
+    new version is written into the memory of the one that no batch needs any more, so nothing that
+    a graph in flight has saved is ever written to.
 
     Args:
         models: The stage's model chunks, wrapped for data parallelism.
@@ -25,8 +25,6 @@ class WeightVersions:
 
     def __init__(self, models: list[Any], optimizer: Any) -> None:
         self.newest = 0
-        self.first = 0
-        """Version with which delayed training began; its batch was not delayed yet."""
         self._slots = Slots()
         self._newest_slot = 0
         self._memory = SecondCopy()
@@ -78,10 +76,6 @@ class WeightVersions:
         """Point them to the version before, or to where the next one is being made."""
         self._slots.select(1 - self._newest_slot)
 
-    def version_of(self, batch: int) -> int:
-        """The version that a batch computes with."""
-        return max(batch - 1, self.first)
-
     @torch.no_grad()
     def prepare_next(self) -> None:
         """Copy the newest version over the older one and point there, for an optimizer to step."""
@@ -98,7 +92,6 @@ class WeightVersions:
     def step_in_place(self) -> None:
         """The newest version was changed in place and is the next one; there is no older one."""
         self.newest += 1
-        self.first = self.newest
 
 
 def _aliasing_shards(optimizer: Any) -> list[torch.Tensor]:

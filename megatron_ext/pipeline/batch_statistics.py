@@ -63,8 +63,6 @@ class BatchStatistics:
     """Running number of the batch, training and evaluation counted together."""
     iteration: int = 0
     """Training iteration, from 1; that of the last training batch in an evaluation."""
-    first: int = 0
-    """Number of its first microbatch, where they are numbered on from batch to batch."""
     peak_live: int = 0
     """Most chunk activations held at once."""
     started: float = NEVER

@@ -145,7 +145,7 @@ class StageExecutor:
             )
         self._whereabouts.evaluating = forward_only
         statistics = run.statistics = BatchStatistics(
-            forward_only, number=run.number, iteration=self._iteration() + 1, first=batch.first
+            forward_only, number=run.number, iteration=self._iteration() + 1
         )
         config = run.config
         with self._traced(statistics):
@@ -163,7 +163,8 @@ class StageExecutor:
         self.statistics = statistics
         self._whereabouts.evaluating = False
         run.batches.popleft()
-        self._unfinished = (run if run.batches else None) if not forward_only else self._unfinished
+        if not forward_only:
+            self._unfinished = run if run.batches else None
         return batch.losses
 
     # Setting up.

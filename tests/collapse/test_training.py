@@ -19,6 +19,7 @@ from megatron_ext.collapse.curve import Curve
 from megatron_ext.collapse.curve_file import write_curve
 from megatron_ext.collapse.schedule import NamedSchedule
 from tests.pipeline.test_metrics import _read_tensorboard, _read_wandb
+from tests.ranks import Rank
 from tests.training import RRFP, train, train_well
 
 ITERATIONS = 24
@@ -140,20 +141,18 @@ def test_a_resumed_run_without_statistics_says_so(
     assert "no statistics in the checkpoint of iteration 4" in ranks[0].output
 
 
+def train_into_a_nan(corpus: Path, folder: Path, reference: Path, action: str) -> list[Rank]:
+    """With checkpoints into `folder`, which only the alarm, or the end, saves."""
+    more = f"--collapse-action {action} --save {folder} --save-interval 99 --ckpt-format torch"
+    observe = fault_from(17, float("nan"))
+    ranks, _ = train(corpus, 1, flags(reference, *more.split()), observe=observe)
+    return ranks
+
+
 def test_stop_saves_and_ends_with_its_own_exit_code(
     corpus: Path, tmp_path: Path, reference: Path
 ) -> None:
-    more = [
-        "--collapse-action",
-        "stop",
-        "--save",
-        str(tmp_path),
-        "--save-interval",
-        "99",
-        "--ckpt-format",
-        "torch",
-    ]
-    ranks, _ = train(corpus, 1, flags(reference, *more), observe=fault_from(17, float("nan")))
+    ranks = train_into_a_nan(corpus, tmp_path, reference, "stop")
     assert ranks[0].exit_code == COLLAPSE_EXIT_CODE
     assert "ALARM: nan at step 18" in ranks[0].output
     assert (tmp_path / "iter_0000018" / "collapse.json").is_file()
@@ -161,17 +160,7 @@ def test_stop_saves_and_ends_with_its_own_exit_code(
 
 
 def test_checkpoint_saves_once_and_goes_on(corpus: Path, tmp_path: Path, reference: Path) -> None:
-    more = [
-        "--collapse-action",
-        "checkpoint",
-        "--save",
-        str(tmp_path),
-        "--save-interval",
-        "99",
-        "--ckpt-format",
-        "torch",
-    ]
-    ranks, _ = train(corpus, 1, flags(reference, *more), observe=fault_from(17, float("nan")))
+    ranks = train_into_a_nan(corpus, tmp_path, reference, "checkpoint")
     assert ranks[0].exit_code == 0
     saved = sorted(folder.name for folder in tmp_path.glob("iter_*"))
     assert saved == ["iter_0000018", f"iter_{ITERATIONS:07d}"]
