@@ -34,8 +34,10 @@ from rich.table import Table
 from megatron_ext.corpus import build_corpus
 
 REPOSITORY = Path(__file__).parent.parent
-LEARNING_RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (4e-3, 8e-3, 1.6e-2)}
+LEARNING_RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
 STARTS = ("0.05", "0.10", "0.25")
+ENDS = (("0", "0.90"), ("0.05", "0.95"), ("0.10", "0.75"))
+"""Synchronous start and end."""
 COEFFICIENTS = (0.5, 1.5, 2.0)
 
 
@@ -50,6 +52,7 @@ class Training:
     delayed: bool = False
     error_feedback: float = 0.0
     start: str = "0"
+    end: str | None = None
 
     @property
     def mode(self) -> str:
@@ -78,6 +81,8 @@ class Training:
             flags += ["--pipeline-schedule", "rrfp", "--rrfp-hint", "bf", "--pipedream-2bw"]
             flags += ["--pipedream-2bw-error-feedback", str(self.error_feedback)]
             flags += ["--pipedream-2bw-start-iteration", self.start]
+            if self.end is not None:
+                flags += ["--pipedream-2bw-end-iteration", self.end]
         return flags
 
 
@@ -183,6 +188,12 @@ def measure(args: argparse.Namespace, data: Path, progress: Progress) -> dict[st
             for name in rates
             for start in STARTS
             for coefficient in (0.0, 1.0, 2.0)
+        ],
+        "synchronous start and end": [
+            replace(best[name], delayed=True, error_feedback=coefficient, start=start, end=end)
+            for name in rates
+            for start, end in ENDS
+            for coefficient in (1.0, 2.0)
         ],
         "coefficient": [
             replace(best[name], delayed=True, error_feedback=coefficient)

@@ -68,6 +68,7 @@ def run(args: argparse.Namespace, hint_name: str, limit: str, durations: Duratio
                 idle.remove(stage)
                 whole = durations[stage, task._replace(kind=min(task.kind, BACKWARD))]
                 length = whole / 2 if hint.splits_weight and task.kind != FORWARD else whole
+                length /= hint.weight_pieces if task.kind == WEIGHT else 1
                 heapq.heappush(running, (now + length, stage, task, now))
         if not running:
             return spans

@@ -67,6 +67,9 @@ class Hint:
 
     splits_weight = False
     """Whether backwards leave their weight gradients for tasks of their own."""
+    weight_pieces = 1
+    """Tasks into which the weight gradient of a microbatch is cut, layer after layer. The
+    microbatch is held until the last one is done."""
     live_limit = "2p"
     """Live limit where the user gives none."""
     fixed_order = False
@@ -137,6 +140,16 @@ class BackwardForwardWeightByRoom(BackwardForwardWeightByDepth):
         if ready.full and ready.weight and ready.ahead < place.chunks * place.depth - place.stage:
             return ready.weight
         return super().choose(ready)
+
+
+class BackwardForwardWeightInPieces(BackwardForwardWeightByRoom):
+    """BFW by room, with the weight gradient of a microbatch in four tasks.
+
+    Whatever becomes ready while a weight gradient runs then waits for a quarter of it at most. In
+    simulation at 1F1B's own memory that is worth as much again as splitting it off.
+    """
+
+    weight_pieces = 4
 
 
 class ForwardBackward(Hint):
@@ -223,6 +236,7 @@ HINTS: dict[str, type[Hint]] = {
     "bfw": BackwardForwardWeight,
     "bfw-depth": BackwardForwardWeightByDepth,
     "bfw-room": BackwardForwardWeightByRoom,
+    "bfw-pieces": BackwardForwardWeightInPieces,
     "fb": ForwardBackward,
     "b-priority": BackwardPriority,
     "f-priority": ForwardPriority,

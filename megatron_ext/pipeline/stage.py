@@ -261,7 +261,7 @@ class StageExecutor:
             groups=groups,
             place=place,
             forward_only=forward_only,
-            splits_weight=hint.splits_weight and not forward_only,
+            weight_pieces=hint.weight_pieces if hint.splits_weight and not forward_only else 0,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             arbiter=Arbiter(place, hint, forward_only=forward_only),

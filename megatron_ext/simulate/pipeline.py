@@ -35,8 +35,6 @@ class Pipeline:
     """Ranks that share every task; it takes as long as on the slowest of them."""
     replicas: int = 1
     """Data-parallel copies of the pipeline; they meet in the reduction of gradients."""
-    weight_pieces: int = 1
-    """Tasks in which a weight gradient runs, such as one per layer; in training it is one."""
     update: float = 0.0
     """Time of an optimizer step on a stage."""
     reduction: float = 0.0
@@ -56,7 +54,6 @@ class Pipeline:
             ("--iterations", self.iterations),
             ("--tensor-parallel", self.tensor_parallel),
             ("--replicas", self.replicas),
-            ("--weight-pieces", self.weight_pieces),
         ):
             if count < 1:
                 raise UsageError(f"{flag} {count}: it must be at least 1")
