@@ -24,7 +24,7 @@ from matplotlib.patches import Patch
 
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.hints import HINTS, Place
-from megatron_ext.pipeline.live_limit import parse_live_limit
+from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
 from megatron_ext.pipeline.task import Direction, Kind, Task
 
 FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace, hint_name: str, limit: str, durations: Duratio
     stages = []
     for stage in range(args.stages):
         live_limit = parse_live_limit(limit, args.stages)
+        if hint.tapers:
+            live_limit = tapered(live_limit, stage, args.stages)
         place = Place(stage, args.stages, args.microbatches, live_limit)
         stages.append(Arbiter(place, hint(place)))
     spans: list[Span] = []

@@ -72,6 +72,8 @@ class Hint:
     microbatch is held until the last one is done."""
     live_limit = "2p"
     """Live limit where the user gives none."""
+    tapers = False
+    """Whether without chunks the limit falls by one from stage to stage; see `tapered`."""
     fixed_order = False
     """Whether the order is fixed and bounds memory by itself."""
 
@@ -90,6 +92,8 @@ class BackwardForward(Hint):
     that is ready waits for at most one backward.
     """
 
+    tapers = True
+
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         if ready.backwards and (ready.last != BACKWARD or not ready.forwards):
             return ready.backward
@@ -105,6 +109,7 @@ class BackwardForwardWeight(BackwardForward):
 
     splits_weight = True
     live_limit = "p"
+    tapers = False
 
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         return super().choose(ready) or ready.weight
@@ -155,6 +160,8 @@ class BackwardForwardWeightInPieces(BackwardForwardWeightByRoom):
 class ForwardBackward(Hint):
     """FB: alternate like BF, a round trying the forward first."""
 
+    tapers = True
+
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         if ready.forwards and (ready.last != FORWARD or not ready.backwards):
             return ready.forward
@@ -164,12 +171,16 @@ class ForwardBackward(Hint):
 class BackwardPriority(Hint):
     """Backwards as long as any is ready."""
 
+    tapers = True
+
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         return ready.backward or ready.forward
 
 
 class ForwardPriority(Hint):
     """Forwards as long as any is ready."""
+
+    tapers = True
 
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         return ready.forward or ready.backward

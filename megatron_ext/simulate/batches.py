@@ -22,7 +22,7 @@ class Batches:
         # Without exact clipping there is one gradient buffer, and the next batch waits for it.
         self._holds_backwards = policy.clipping is not Clipping.EXACT
         self._hint = policy.hint_class
-        self._limits = policy.limits(pipeline.stages)
+        self._limits = policy.limits(pipeline.stages, pipeline.chunks)
 
     @property
     def drains_after(self) -> int:

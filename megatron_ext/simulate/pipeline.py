@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.hints import Hint, Place
-from megatron_ext.pipeline.live_limit import parse_live_limit
+from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
 from megatron_ext.simulate.schedules import AllForwardsFirst, find_schedule, least_limit
 
 
@@ -123,7 +123,7 @@ class Policy:
         """The limit, as the user wrote it or the hint sets it."""
         return self.live_limit or self.hint_class.live_limit
 
-    def limits(self, stages: int) -> list[int]:
+    def limits(self, stages: int, chunks: int = 1) -> list[int]:
         """The limit of every stage, in microbatches.
 
         Raises:
@@ -138,7 +138,11 @@ class Policy:
                 f"--live-limit {self.limit_text}: {len(limits)} limits for {stages} stages; give "
                 "one, or one per stage"
             )
-        return limits * stages if len(limits) == 1 else limits
+        if len(limits) > 1:
+            return limits
+        if self.hint_class.tapers and chunks == 1:
+            return [tapered(limits[0], stage, stages) for stage in range(stages)]
+        return limits * stages
 
     def check(self, pipeline: Pipeline) -> None:
         """Refuse what cannot run.
@@ -146,7 +150,7 @@ class Policy:
         Raises:
             UsageError: The hint refuses the pipeline.
         """
-        limits = self.limits(pipeline.stages)
+        limits = self.limits(pipeline.stages, pipeline.chunks)
         place = Place(0, pipeline.stages, pipeline.microbatches, limits[0], pipeline.chunks)
         try:
             self.hint_class(place)
