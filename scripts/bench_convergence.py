@@ -53,6 +53,7 @@ class Training:
     error_feedback: float = 0.0
     start: str = "0"
     end: str | None = None
+    script: str = "pretrain_gpt.py"
 
     @property
     def mode(self) -> str:
@@ -93,7 +94,8 @@ def validation_loss(training: Training, args: argparse.Namespace, data: Path) ->
         RuntimeError: The run failed; says where its output is.
     """
     flags = training.flags(args, data)
-    name = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:16]
+    scripts = [] if training.script == "pretrain_gpt.py" else [training.script]
+    name = hashlib.sha256(" ".join(scripts + flags).encode()).hexdigest()[:16]
     log = args.cache / f"{training.optimizer}-{training.mode}-{name}.log"
     found = _read(log)
     if found is None:
@@ -106,7 +108,7 @@ def validation_loss(training: Training, args: argparse.Namespace, data: Path) ->
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        script = REPOSITORY / "scripts" / "pretrain_gpt.py"
+        script = REPOSITORY / "scripts" / training.script
         command = [sys.executable, "-m", "megatron_ext", "--cpu", str(script), *flags]
         with log.open("w") as output:
             subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
@@ -194,6 +196,17 @@ def measure(args: argparse.Namespace, data: Path, progress: Progress) -> dict[st
             for name in rates
             for start, end in ENDS
             for coefficient in (1.0, 2.0)
+        ],
+        "prediction from the momentum": [
+            replace(
+                best[name],
+                delayed=True,
+                error_feedback=coefficient,
+                script="pretrain_with_momentum_prediction.py",
+            )
+            for name in rates
+            if name == "muon"
+            for coefficient in (0.7, 1.0, 1.5)
         ],
         "coefficient": [
             replace(best[name], delayed=True, error_feedback=coefficient)
