@@ -44,6 +44,11 @@ COMMANDS = (
         "simulate a pipeline with the arbiter and the hints of training",
         "megatron_ext.simulate.command",
     ),
+    Command(
+        "wandb-workspace",
+        "make a wandb dashboard of what a training logs",
+        "megatron_ext.wandb_workspace",
+    ),
 )
 
 
