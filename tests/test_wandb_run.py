@@ -48,7 +48,7 @@ def wandb_flags(folder: Path) -> list[str]:
 def test_a_run_with_everything(
     corpus: Path,
     tmp_path: Path,
-    reference: Path,  # noqa: F811
+    reference: Path,
 ) -> None:
     traced = ["--rrfp-trace", str(tmp_path / "trace")]
     words = [*flags(reference), *DELAYED, *RRFP, *traced, *wandb_flags(tmp_path)]
@@ -115,7 +115,7 @@ def test_a_run_of_megatrons_alone_is_left_alone(corpus: Path, tmp_path: Path) ->
 def test_an_alert_is_sent_once_also_over_a_restart(
     corpus: Path,
     tmp_path: Path,
-    reference: Path,  # noqa: F811
+    reference: Path,
 ) -> None:
     folder = tmp_path / "save"
     save = f"--save {folder} --load {folder} --save-interval 14 --ckpt-format torch".split()

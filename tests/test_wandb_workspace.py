@@ -44,7 +44,7 @@ class Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         answer = b""
         if self.path == "/graphql":
