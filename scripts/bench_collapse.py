@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.json.write_text(json.dumps(cost, indent=2) + "\n")
         print(
             f"{cost['microseconds_per_step']:.0f} us per step over {cost['steps']} steps, writing "
-            f"to TensorBoard every {cost['log_interval']}: less than 0.1% of iterations longer than "
+            f"to TensorBoard every {cost['log_interval']}: less than 0.1% of iterations above "
             f"{cost['iteration_s']:.2f} s"
         )
         return 0
