@@ -37,6 +37,7 @@ from megatron_ext.pipeline.jitter import (
     jittered_backward_step,
     jittered_forward_step,
 )
+from megatron_ext.start_checks import check_data
 
 if TYPE_CHECKING:
     from megatron_ext.pipeline.metrics import Metrics
@@ -210,6 +211,10 @@ def _set_global_variables(original: Function) -> Function:
         jitter = arguments.jitter_config(args)
         collapse = arguments.collapse_config(args)
         wandb_run.check(args)
+        if args.rank == 0:  # which reads them in any case; others' disks may lack them
+            check_data(args)
+        if rrfp is not None:
+            _check_transport(rrfp.transport)
         if collapse is not None:
             _check_collapse(collapse, args)
         uninstall(ARGUMENT_HOOKS)
@@ -250,6 +255,12 @@ def _wandb() -> Any:
     from megatron.training.global_vars import get_wandb_writer
 
     return get_wandb_writer()
+
+
+def _check_transport(name: str) -> None:
+    from megatron_ext.pipeline.transport.choose import check_transport
+
+    check_transport(name, on_gpu=not cpu.enabled())
 
 
 def _check_collapse(config: arguments.CollapseConfig, args: Any) -> None:

@@ -45,7 +45,8 @@ def explain(error: Exception) -> UsageError | None:
     """What an error of wandb's means for whoever started the run; None if it is not wandb's."""
     if not type(error).__module__.startswith("wandb"):
         return None
-    reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    reason = reason.partition(" Use `wandb login`")[0].rstrip(".")
     return UsageError(
         f"--wandb-project: wandb does not start ({reason}): type `wandb login`, set WANDB_API_KEY, "
         "or set WANDB_MODE=offline and `wandb sync` the run later"

@@ -234,7 +234,7 @@ def _packages() -> tuple[Any, Any]:
         missing = error.name or "wandb-workspaces"
         raise UsageError(
             f"{missing.partition('.')[0].replace('_', '-')} is not installed: "
-            "pip install 'megatron_ext[wandb]'"
+            "pip install wandb-workspaces"
         ) from None
     return reports, workspaces
 

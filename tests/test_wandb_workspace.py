@@ -142,7 +142,7 @@ def test_without_the_package(
     assert cli.main(["wandb-workspace", "p", "--dry-run"]) == 2
     assert capsys.readouterr().err == (
         "megatron-ext wandb-workspace: error: wandb-workspaces is not installed: "
-        "pip install 'megatron_ext[wandb]'\n"
+        "pip install wandb-workspaces\n"
     )
 
 

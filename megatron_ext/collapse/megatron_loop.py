@@ -72,6 +72,12 @@ def read_references(config: CollapseConfig) -> list[Curve]:
     Raises:
         UsageError: One is no curve file.
     """
+    for name in config.references:
+        if not Path(name).exists():
+            raise UsageError(
+                f"--collapse-reference {name}: no such file; megatron-ext collapse fit makes one "
+                "of a finished run"
+            )
     return [read_curve(Path(name)) for name in config.references]
 
 
