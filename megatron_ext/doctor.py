@@ -104,6 +104,12 @@ PACKAGES = (
         missing=WARNING,
     ),
     Package(
+        "wandb-workspaces",
+        "wandb_workspaces",
+        "dashboards: `megatron-ext wandb-workspace`",
+        "pip install wandb-workspaces",
+    ),
+    Package(
         "transformer-engine",
         "transformer_engine",
         "GPU layers, FP8: Megatron's --transformer-impl transformer_engine",
