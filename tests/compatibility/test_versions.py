@@ -1,0 +1,72 @@
+"""Every supported Megatron computes with our hooks, and with our patches, what it does alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.collapse.curve import Curve
+from megatron_ext.collapse.curve_file import write_curve
+from tests.compatibility.sources import VERSIONS, sources
+from tests.compatibility.trainings import run_in
+from tests.training import REPOSITORY
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.multiprocess]
+
+RRFP = "--pipeline-schedule rrfp"
+
+
+def apply_patches(megatron: Path, *more: str) -> None:
+    script = REPOSITORY / "scripts" / "apply_patches.sh"
+    done = subprocess.run(
+        [script, "--megatron", megatron, *more], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def check_same(training: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    for one, two in zip(training, other, strict=True):
+        assert len(one["steps"]) == 3
+        assert one["steps"] == two["steps"]
+        assert one["weights"] == two["weights"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_same_numbers_with_hooks_and_with_patches(
+    version: str, corpus: Path, tmp_path: Path
+) -> None:
+    plain, patched = sources(version), tmp_path / "patched"
+    shutil.copytree(plain, patched)
+    apply_patches(patched)
+    t = np.linspace(0.01, 1, 100)
+    curve = Curve("a finished run", final_loss=4.0, t=t, l=1 + 0.4 * (t**-0.2 - 1))
+    write_curve(curve, tmp_path / "reference.json")
+    watch = f"--collapse-reference {tmp_path}/reference.json --tensorboard-dir {tmp_path}/log"
+    evaluate = "--eval-interval 2 --eval-iters 1"
+
+    own, hooked = run_in(plain, corpus, tmp_path, evaluate, f"{RRFP} {evaluate}")
+    (native,) = run_in(patched, corpus, tmp_path, f"alone {RRFP} {watch} {evaluate}")
+
+    check_same(own, hooked)
+    check_same(own, native)
+    for record in own:
+        assert record["schedule_module"] == "megatron.core.pipeline_parallel.schedules"
+    for record in (*hooked, *native):
+        assert record["schedule"] == "megatron_ext.pipeline.stage.StageExecutor"
+        assert record["task_orders"]
+    log = [file.read_bytes() for file in (tmp_path / "log").iterdir()]
+    for name in (b"rrfp/bubble fraction", b"collapse/reference", b"collapse/alarm"):
+        assert any(name in file for file in log), name
+    step = ["on_train_step_start", "on_train_step_end", "on_log"]
+    evaluation = ["on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end"]
+    at_end = [event.replace("eval", "test") for event in evaluation]
+    for record in native:
+        assert record["events"] == [
+            *("on_train_start", *step, *step, *evaluation, *step, "on_train_end"),
+            *(*evaluation, *at_end),
+        ]
