@@ -54,6 +54,10 @@ HOOK_GROUPS = {
 """What installs each table of `hooks.py`."""
 
 
+PATCHED = "megatron.training.extensions"
+"""A Megatron with our patches has this module."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """Something to know or to do, in one line."""
@@ -141,6 +145,7 @@ class MegatronFacts:
     version: str | None = None
     location: str | None = None
     supported: bool | None = None
+    patched: bool | None = None
     supported_range: str | None = None
 
 
@@ -335,6 +340,7 @@ def _examine_megatron(report: Report) -> None:
         version=None if version is None else str(version),
         location=location,
         supported=None if version is None else hooks.is_supported(version),
+        patched=None if core is None else _source(PATCHED) is not None,
         supported_range=hooks.SUPPORTED_MEGATRON,
     )
     if report.megatron.supported is False:
@@ -587,6 +593,7 @@ def _describe_megatron(megatron: MegatronFacts) -> str:
     return (
         f"{megatron.version}, in {megatron.location}; {verdict} "
         f"(the range is {megatron.supported_range})"
+        + ("; it has our patches and our flags without -m megatron_ext" * bool(megatron.patched))
     )
 
 

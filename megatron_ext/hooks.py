@@ -85,10 +85,8 @@ _executor: StageExecutor | None = None
 _metrics: Metrics | None = None
 _jitter: Jitter | None = None
 
-_installed: dict[Hook, tuple[Function, Function]] = {}
-"""Original and replacement of every hook in place."""
-_joined: dict[Hook, Callable[[], None]] = {}
-"""Hooks that have joined in at a native place, and what undoes that."""
+_installed: dict[Hook, Callable[[], None]] = {}
+"""Every hook in place, and what takes it out."""
 
 
 def megatron_version() -> Version:
@@ -151,10 +149,10 @@ def install(hooks: Iterable[Hook]) -> None:
         UsageError: This Megatron has no such function.
     """
     for hook in hooks:
-        if hook in _installed or hook in _joined:
+        if hook in _installed:
             continue
         if hook.native is not None and (place := _patched_in(hook.native.module)) is not None:
-            _joined[hook] = hook.native.join(place)
+            _installed[hook] = hook.native.join(place)
             continue
         original = getattr(importlib.import_module(hook.module), hook.name, None)
         if original is None:
@@ -165,22 +163,19 @@ def install(hooks: Iterable[Hook]) -> None:
         # Megatron keeps state in attributes of some of its functions.
         replacement = functools.update_wrapper(hook.wrap(original), original)
         _rebind(original, replacement)
-        _installed[hook] = (original, replacement)
+        _installed[hook] = functools.partial(_rebind, replacement, original)
 
 
 def uninstall(hooks: Iterable[Hook] | None = None) -> None:
     """Take `hooks`, or all, out again."""
     for hook in installed() if hooks is None else list(hooks):
-        if hook in _joined:
-            _joined.pop(hook)()
         if hook in _installed:
-            original, replacement = _installed.pop(hook)
-            _rebind(replacement, original)
+            _installed.pop(hook)()
 
 
 def installed() -> list[Hook]:
     """The hooks in place."""
-    return [*_installed, *_joined]
+    return list(_installed)
 
 
 def _patched_in(module: str) -> Any:

@@ -64,3 +64,10 @@ def sources(version: str) -> Path:
         return sources_of(version)
     except UnavailableError as error:
         pytest.skip(str(error))
+
+
+if __name__ == "__main__":  # used by scripts/test_compatibility.sh
+    try:
+        print(sources_of(sys.argv[1]))
+    except UnavailableError as error:
+        sys.exit(f"error: {error}")

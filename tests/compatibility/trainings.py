@@ -1,13 +1,14 @@
 """Trains with the Megatron that is first on the path, and writes what every rank computed.
 
 ``python -m tests.compatibility.trainings CORPUS RECORDS FLAGS...``: every FLAGS is one training in
-two stages, given as one argument. Those that begin with "alone" start as on a GPU, by the script
-alone; others by ``python -m megatron_ext``. Ranks are forked from a server, so Megatron is imported
-once for all of them.
+two stages, given as one argument. Those that begin with "alone" start by the script alone; others
+by ``python -m megatron_ext``. In those that go on with "faulty" the loss becomes NaN. Ranks are
+forked from a server, so Megatron is imported once for all of them.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
@@ -17,7 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.training import REPOSITORY, train_well
+from tests.collapse.test_training import fault_from
+from tests.training import REPOSITORY, train
 
 TIME_LIMIT_S = 250
 
@@ -35,7 +37,7 @@ def run_in(
         time_limit_s: For all.
 
     Returns:
-        Of every training the record of every rank.
+        Of every training the record of every rank, with how it ended.
     """
     records = folder / "records.json"
     environment = {**os.environ, "PYTHONPATH": f"{megatron}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
@@ -49,14 +51,15 @@ def run_in(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     read: list[list[dict[str, Any]]] = json.loads(records.read_text())
-    for record in (record for training in read for record in training):
-        assert Path(record["megatron"]).is_relative_to(megatron)
     return read
 
 
-def note_megatron(record: dict[str, Any]) -> None:
+def observe(faulty: bool, record: dict[str, Any]) -> None:
     """Record which Megatron is used, and all events of its callbacks if it has them."""
     import megatron.core
+
+    if faulty:
+        fault_from(2, float("nan"))(record)
 
     record["megatron"] = megatron.core.__file__
     record["events"] = []
@@ -91,15 +94,24 @@ def start_alone(argv: list[str]) -> None:
 
 def main() -> None:
     """Run the trainings of the command line."""
-    corpus, records, *trainings = sys.argv[1:]
+    corpus, file, *trainings = sys.argv[1:]
     results = []
     for training in trainings:
         words = shlex.split(training)
-        alone = words[:1] == ["alone"]
-        flags = ["--pipeline-model-parallel-size", "2", *words[alone:]]
-        start = {"start": start_alone} if alone else {}
-        results.append(train_well(Path(corpus), 2, flags, observe=note_megatron, **start))
-    Path(records).write_text(json.dumps(results))
+        alone, faulty = "alone" in words, "faulty" in words
+        flags = [word for word in words if word not in ("alone", "faulty")]
+        ranks, records = train(
+            Path(corpus),
+            2,
+            ["--pipeline-model-parallel-size", "2", *flags],
+            observe=functools.partial(observe, faulty),
+            start=start_alone if alone else None,
+        )
+        for rank, record in zip(ranks, records, strict=True):
+            record["exit_code"] = rank.exit_code
+            record["output"] = rank.output
+        results.append(records)
+    Path(file).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
