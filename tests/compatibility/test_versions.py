@@ -19,7 +19,7 @@ from tests.compatibility.sources import VERSIONS, sources
 from tests.compatibility.trainings import run_in
 from tests.training import REPOSITORY
 
-pytestmark = [pytest.mark.compatibility, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.compatibility, pytest.mark.multiprocess, pytest.mark.timeout(1300)]
 
 RRFP = "--pipeline-schedule rrfp"
 FULL = bool(os.environ.get("MEGATRON_EXT_EVERY_MEGATRON"))

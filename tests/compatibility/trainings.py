@@ -21,7 +21,7 @@ from typing import Any
 from tests.collapse.test_training import fault_from
 from tests.training import REPOSITORY, train
 
-TIME_LIMIT_S = 250
+TIME_LIMIT_S = 600
 
 
 def run_in(
