@@ -39,7 +39,7 @@ def run_in(
     Returns:
         Of every training the record of every rank, with how it ended.
     """
-    records = folder / "records.json"
+    records = folder / f"records of {megatron.name}.json"
     environment = {**os.environ, "PYTHONPATH": f"{megatron}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(corpus), str(records), *trainings],
@@ -96,6 +96,8 @@ def main() -> None:
     """Run the trainings of the command line."""
     corpus, file, *trainings = sys.argv[1:]
     results = []
+    # Another Megatron may be at work on the same data.
+    own_cache = ["--data-cache-path", str(Path(file).with_suffix(".cache"))]
     for training in trainings:
         words = shlex.split(training)
         alone, faulty = "alone" in words, "faulty" in words
@@ -103,7 +105,7 @@ def main() -> None:
         ranks, records = train(
             Path(corpus),
             2,
-            ["--pipeline-model-parallel-size", "2", *flags],
+            ["--pipeline-model-parallel-size", "2", *own_cache, *flags],
             observe=functools.partial(observe, faulty),
             start=start_alone if alone else None,
         )
