@@ -51,7 +51,9 @@ def configure(args: Any) -> None:
 def _end_by_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
-    else:
+        return
+    # PyTorch wraps this hook in one that keeps what is written to print it later: after the end.
+    with contextlib.redirect_stderr(sys.__stderr__):
         end_by(error)
 
 

@@ -57,18 +57,18 @@ def test_patches_of_another_interface_are_refused(
     ("error", "code"), [(UsageError("no such flag"), 2), (PipelineError("lost stage 1"), 1)]
 )
 def test_an_error_of_ours_is_one_line(
-    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+    error: Exception, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Ended, match=str(code)):
         native._end_by_uncaught(type(error), error, None)
-    assert capsys.readouterr().err == f"megatron_ext: error: {error}\n"
+    assert capfd.readouterr().err == f"megatron_ext: error: {error}\n"
 
 
-def test_another_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_error_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     error = ValueError("of Megatron")
     with pytest.raises(Ended, match="1"):
         native._end_by_uncaught(ValueError, error, None)
-    *_, traceback, line = capsys.readouterr().err.splitlines()
+    *_, traceback, line = capfd.readouterr().err.splitlines()
     assert traceback == "ValueError: of Megatron"
     assert line == "megatron_ext: error: rank 0: ValueError: of Megatron"
 
@@ -91,12 +91,19 @@ def test_errors_are_left_alone_until_a_flag_asks_for_something(
 
 
 def test_a_process_ends_by_it() -> None:
-    program = (
-        "import sys, threading; from megatron_ext import native; "
-        "from megatron_ext.errors import PipelineError; "
-        "threading.Thread(target=threading.Event().wait).start(); "  # would keep it alive
-        "sys.excepthook = native._end_by_uncaught; raise PipelineError('lost')"
-    )
+    program = """
+import sys, threading
+import torch.distributed
+from megatron_ext import native
+from megatron_ext.errors import PipelineError
+
+sys.excepthook = native._end_by_uncaught
+store = torch.distributed.HashStore()  # PyTorch now puts a hook of its own around ours
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+assert sys.excepthook is not native._end_by_uncaught
+threading.Thread(target=threading.Event().wait).start()  # would keep the process alive
+raise PipelineError("lost")
+"""
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
     )
