@@ -82,7 +82,8 @@ def test_a_format_that_loses_the_last_update_is_refused(
     flag: str, corpus: Path, tmp_path: Path
 ) -> None:
     flags = [*f"{PP2} --bf16 --use-distributed-optimizer {flag}".split(), *DELAYED]
-    ranks, _ = train(corpus, 2, [*flags, "--save", str(tmp_path)])
+    save = ["--save", str(tmp_path), "--save-interval", "9"]
+    ranks, _ = train(corpus, 2, [*flags, *save])
     for rank in ranks:
         assert rank.exit_code == 2, rank.output
         assert f"{flag} of this Megatron saves no last update" in rank.error_line
