@@ -108,6 +108,7 @@ def main() -> None:
             ["--pipeline-model-parallel-size", "2", *own_cache, *flags],
             observe=functools.partial(observe, faulty),
             start=start_alone if alone else None,
+            timeout_s=TIME_LIMIT_S,
         )
         for rank, record in zip(ranks, records, strict=True):
             record["exit_code"] = rank.exit_code
