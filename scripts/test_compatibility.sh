@@ -45,8 +45,9 @@ test_version() {
     step "$version" "$megatron_ext_repo" "patches" "${pytest[@]}" tests/compatibility -k "$version"
     cp -r -- "$plain" "$patched"
     scripts/apply_patches.sh --megatron "$patched"
+    # But for the test of what is replaced: here the schedule is registered instead.
     step "$version" "$patched" "patched, with -m megatron_ext" "${pytest[@]}" \
-        tests/test_hooks.py tests/collapse/test_training.py
+        tests/test_hooks.py tests/collapse/test_training.py -k "not rebound"
     rm -rf -- "$patched"
 }
 
