@@ -7,19 +7,16 @@ first on the import path, so the Megatron beside it is the one that is used.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ext.doctor import OTHER_APEX, is_other_apex
-from megatron_ext.errors import PipelineError, UsageError
+from megatron_ext.ending import end, end_by
+from megatron_ext.errors import UsageError
 from megatron_ext.python_version import check_python
-from megatron_ext.start_checks import refused_flags
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,24 +29,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.path[0] = str(script.parent)
         _prepare(options)
     except UsageError as error:
-        _end(str(error), 2)
+        end_by(error)
     except ModuleNotFoundError as error:
-        _end(f"{error}: install megatron_ext with what it needs; megatron-ext doctor says more", 2)
+        end(f"{error}: install megatron_ext with what it needs; megatron-ext doctor says more", 2)
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except UsageError as error:
-        _end(str(error), 2)
-    except PipelineError as error:
-        _end(str(error), 1)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # what PyTorch raises for a failed checkpoint is no Exception
-        from megatron_ext import hooks
-
-        if (refused := refused_flags(error)) is not None:
-            _end(refused, 2)
-        traceback.print_exc()
-        _end(hooks.explain(error), 1)
+        end_by(error)
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -101,19 +89,6 @@ def _script(name: str) -> Path:
     if not script.is_file():
         raise UsageError(f"no such script: {name}")
     return script.resolve()
-
-
-def _end(message: str, code: int) -> NoReturn:
-    """Say why in one line and end the process at once, with its helpers.
-
-    A normal exit would run destructors that wait for peers which may be gone. Helpers that stayed
-    behind would keep what they inherited open: connections, and the pipes of the output.
-    """
-    sys.stdout.flush()
-    print(f"megatron_ext: error: {message}", file=sys.stderr, flush=True)
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(code)
 
 
 if __name__ == "__main__":

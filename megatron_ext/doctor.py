@@ -55,6 +55,10 @@ HOOK_GROUPS = {
 """What installs each table of `hooks.py`."""
 
 
+PATCHED = "megatron.training.extensions"
+"""A Megatron with our patches has this module."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """Something to know or to do, in one line."""
@@ -154,6 +158,7 @@ class MegatronFacts:
     version: str | None = None
     location: str | None = None
     supported: bool | None = None
+    patched: bool | None = None
     supported_range: str | None = None
 
 
@@ -347,6 +352,7 @@ def _examine_megatron(report: Report) -> None:
         version=None if version is None else str(version),
         location=location,
         supported=None if version is None else hooks.is_supported(version),
+        patched=None if core is None else _source(PATCHED) is not None,
         supported_range=hooks.SUPPORTED_MEGATRON,
     )
     if report.megatron.supported is False:
@@ -600,6 +606,7 @@ def _describe_megatron(megatron: MegatronFacts) -> str:
     return (
         f"{megatron.version}, in {megatron.location}; {verdict} "
         f"(the range is {megatron.supported_range})"
+        + ("; it has our patches and our flags without -m megatron_ext" * bool(megatron.patched))
     )
 
 

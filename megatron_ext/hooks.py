@@ -7,6 +7,9 @@ all of these. Modules imported later find whatever is in place then.
 Only the hooks on argument parsing are installed from the start. Once the arguments are known they
 go, and the hooks of the capabilities that were asked for come; a run without our flags therefore
 runs on Megatron's own objects.
+
+A Megatron that carries the patches in ``patches/`` calls us by itself in some of these places. A
+hook that names such a place joins in there and replaces nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +54,16 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
+class NativePlace:
+    """Where a patched Megatron calls us by itself."""
+
+    module: str
+    """There if this Megatron is patched."""
+    join: Callable[[Any], Callable[[], None]]
+    """Joins in, given that module; returns what undoes it."""
+
+
+@dataclass(frozen=True)
 class Hook:
     """One replacement in Megatron."""
 
@@ -60,6 +74,8 @@ class Hook:
     why: str
     versions: str = SUPPORTED_MEGATRON
     """Versions of Megatron whose function is known to be the one that `wrap` expects."""
+    native: NativePlace | None = None
+    """What a patched Megatron has instead."""
 
     @property
     def target(self) -> str:
@@ -70,10 +86,11 @@ class Hook:
 _executor: StageExecutor | None = None
 _metrics: Metrics | None = None
 _summary: wandb_run.PipelineSummary | None = None
+_described = False
 _jitter: Jitter | None = None
 
-_installed: dict[Hook, tuple[Function, Function]] = {}
-"""Original and replacement of every hook in place."""
+_installed: dict[Hook, Callable[[], None]] = {}
+"""Every hook in place, and what takes it out."""
 
 
 def megatron_version() -> Version:
@@ -138,6 +155,9 @@ def install(hooks: Iterable[Hook]) -> None:
     for hook in hooks:
         if hook in _installed:
             continue
+        if hook.native is not None and (place := _patched_in(hook.native.module)) is not None:
+            _installed[hook] = hook.native.join(place)
+            continue
         original = getattr(importlib.import_module(hook.module), hook.name, None)
         if original is None:
             raise UsageError(
@@ -147,20 +167,24 @@ def install(hooks: Iterable[Hook]) -> None:
         # Megatron keeps state in attributes of some of its functions.
         replacement = functools.update_wrapper(hook.wrap(original), original)
         _rebind(original, replacement)
-        _installed[hook] = (original, replacement)
+        _installed[hook] = functools.partial(_rebind, replacement, original)
 
 
 def uninstall(hooks: Iterable[Hook] | None = None) -> None:
     """Take `hooks`, or all, out again."""
-    for hook in list(_installed) if hooks is None else list(hooks):
+    for hook in installed() if hooks is None else list(hooks):
         if hook in _installed:
-            original, replacement = _installed.pop(hook)
-            _rebind(replacement, original)
+            _installed.pop(hook)()
 
 
 def installed() -> list[Hook]:
     """The hooks in place."""
     return list(_installed)
+
+
+def _patched_in(module: str) -> Any:
+    """A module that only a patched Megatron has; None in others."""
+    return importlib.import_module(module) if importlib.util.find_spec(module) else None
 
 
 def explain(error: BaseException) -> str:
@@ -190,68 +214,86 @@ def _parse_args(original: Function) -> Function:
         def with_ours(parser: Any) -> Any:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
-            arguments.mend_help(parser)
-            return arguments.add_arguments(parser)
+            return add_arguments(parser)
 
         args = original(with_ours, *rest, **named)
-        arguments.complete(args, sys.argv[1:])
-        if cpu.enabled():
-            changes = cpu.adjust_arguments(args)
-            if changes and args.rank == 0:
-                print(f"megatron_ext: --cpu sets {' '.join(changes)}", flush=True)
+        complete_arguments(args)
         return args
 
     return parse_args
 
 
+def add_arguments(parser: Any) -> Any:
+    """Add our flags to Megatron's parser."""
+    arguments.mend_help(parser)
+    return arguments.add_arguments(parser)
+
+
+def complete_arguments(args: Any) -> None:
+    """Complete parsed arguments that are not validated yet."""
+    arguments.complete(args, sys.argv[1:])
+    if cpu.enabled():
+        changes = cpu.adjust_arguments(args)
+        if changes and args.rank == 0:
+            print(f"megatron_ext: --cpu sets {' '.join(changes)}", flush=True)
+
+
 def _set_global_variables(original: Function) -> Function:
     def set_global_variables(args: Any, *rest: Any, **named: Any) -> Any:
         # Every way into Megatron comes by here, once, with arguments parsed and validated.
-        rrfp = arguments.rrfp_config(args)
-        two_versions = arguments.pipedream_2bw_config(args)
-        jitter = arguments.jitter_config(args)
-        collapse = arguments.collapse_config(args)
-        wandb_run.check(args)
-        if args.rank == 0:  # which reads them in any case; others' disks may lack them
-            check_data(args)
-        if rrfp is not None:
-            _check_transport(rrfp.transport)
-        if collapse is not None:
-            _check_collapse(collapse, args)
-        uninstall(ARGUMENT_HOOKS)
-        if rrfp is not None:
-            if args.rank == 0:
-                print(f"megatron_ext: readiness-driven pipeline: {arguments.describe(rrfp)}")
-            install(RRFP_HOOKS)
-            if find_hint(rrfp.hint).splits_weight:
-                install(WEIGHT_GRADIENT_HOOKS)
-                if getattr(args, "transformer_impl", "local") == "transformer_engine":
-                    transformer_engine.check_can_delay(args, rrfp.hint)
-                    install(TRANSFORMER_ENGINE_HOOKS)
-            if args.tensorboard_dir or args.wandb_project:
-                install(METRICS_HOOKS)
-        if two_versions is not None:
-            from megatron_ext.pipedream_2bw import megatron_loop
-
-            megatron_loop.announce(two_versions, args)
-            install((*UPDATE_HOOKS, *PIPEDREAM_2BW_HOOKS))
-        if jitter is not None:
-            if args.rank == 0:
-                print(f"megatron_ext: forwards and backwards are delayed: --rrfp-jitter {jitter}")
-            install(JITTER_HOOKS)
-        if collapse is not None:
-            install(COLLAPSE_HOOKS)
+        configure(args)
         try:
             result = original(args, *rest, **named)
         except Exception as error:
             if (explained := wandb_run.explain(error)) is not None:
                 raise explained from None
             raise
-        if (wandb := _wandb()) is not None:
-            wandb_run.describe(wandb.run, args)
+        _describe_to_wandb()
         return result
 
     return set_global_variables
+
+
+def configure(args: Any) -> None:
+    """Install what validated arguments ask for, and take the hooks on arguments out.
+
+    Raises:
+        UsageError: They ask for what cannot work.
+    """
+    rrfp = arguments.rrfp_config(args)
+    two_versions = arguments.pipedream_2bw_config(args)
+    jitter = arguments.jitter_config(args)
+    collapse = arguments.collapse_config(args)
+    wandb_run.check(args)
+    if args.rank == 0:  # which reads them in any case; others' disks may lack them
+        check_data(args)
+    if rrfp is not None:
+        _check_transport(rrfp.transport)
+    if collapse is not None:
+        _check_collapse(collapse, args)
+    uninstall(ARGUMENT_HOOKS)
+    if rrfp is not None:
+        if args.rank == 0:
+            print(f"megatron_ext: readiness-driven pipeline: {arguments.describe(rrfp)}")
+        install(RRFP_HOOKS)
+        if find_hint(rrfp.hint).splits_weight:
+            install(WEIGHT_GRADIENT_HOOKS)
+            if getattr(args, "transformer_impl", "local") == "transformer_engine":
+                transformer_engine.check_can_delay(args, rrfp.hint)
+                install(TRANSFORMER_ENGINE_HOOKS)
+        if args.tensorboard_dir or args.wandb_project:
+            install(METRICS_HOOKS)
+    if two_versions is not None:
+        from megatron_ext.pipedream_2bw import megatron_loop
+
+        megatron_loop.announce(two_versions, args)
+        install((*UPDATE_HOOKS, *PIPEDREAM_2BW_HOOKS))
+    if jitter is not None:
+        if args.rank == 0:
+            print(f"megatron_ext: forwards and backwards are delayed: --rrfp-jitter {jitter}")
+        install(JITTER_HOOKS)
+    if collapse is not None:
+        install(COLLAPSE_HOOKS)
 
 
 def _wandb() -> Any:
@@ -259,6 +301,16 @@ def _wandb() -> Any:
     from megatron.training.global_vars import get_wandb_writer
 
     return get_wandb_writer()
+
+
+def _describe_to_wandb() -> None:
+    """Put our settings and tags into the run, once."""
+    from megatron.training import get_args
+
+    global _described
+    if not _described and (wandb := _wandb()) is not None:
+        wandb_run.describe(wandb.run, get_args())
+        _described = True
 
 
 def _check_transport(name: str) -> None:
@@ -287,17 +339,48 @@ def _collapse(name: str) -> Callable[[Function], Function]:
 
 def _get_forward_backward_func(original: Function) -> Function:
     def get_forward_backward_func(*args: Any, **named: Any) -> Function:
-        if named.get("schedule_pg_collection") is not None:
-            raise UsageError(
-                "--pipeline-schedule rrfp does not support multi-module pipelines yet; "
-                "use --pipeline-schedule megatron"
-            )
-        global _executor
-        if _executor is None:  # one for the process, made when the first batch is near
-            _executor = _make_executor()
-        return _executor
+        return _stage_executor(**named)
 
     return get_forward_backward_func
+
+
+def _stage_executor(schedule_pg_collection: Any = None, **_: Any) -> StageExecutor:
+    """The process's executor, made when the first batch is near."""
+    if schedule_pg_collection is not None:
+        raise UsageError(
+            "--pipeline-schedule rrfp does not support multi-module pipelines yet; "
+            "use --pipeline-schedule megatron"
+        )
+    global _executor
+    if _executor is None:
+        _executor = _make_executor()
+    return _executor
+
+
+def _select_schedule(registry: Any) -> Callable[[], None]:
+    registry.register("rrfp", _stage_executor)
+    registry.select("rrfp")
+    return lambda: registry.select(None)
+
+
+def _listen(find: Callable[[], dict[str, Function]]) -> NativePlace:
+    """Join the callbacks of a patched Megatron with the methods, by event, that `find` gives."""
+
+    def join(callbacks: Any) -> Callable[[], None]:
+        listener = SimpleNamespace(**find())
+        callbacks.add(listener)
+        return lambda: callbacks.remove(listener)
+
+    return NativePlace("megatron.training.callbacks", join)
+
+
+def _collapse_events(*events: str) -> NativePlace:
+    def find() -> dict[str, Function]:
+        from megatron_ext.collapse import megatron_loop
+
+        return {event: getattr(megatron_loop, event) for event in events}
+
+    return _listen(find)
 
 
 def _split_linear(original: Function) -> Function:
@@ -371,6 +454,7 @@ def _log_metrics(iteration: int) -> None:
         for name, value in figures.items():
             tensorboard.add_scalar(name, value, iteration)
     if wandb is not None and figures:
+        _describe_to_wandb()  # a patched Megatron has not been through the hooks on arguments
         wandb.log(figures, iteration)
         if _summary is None:
             _summary = wandb_run.PipelineSummary(wandb.run.summary)
@@ -480,13 +564,23 @@ def _compile_helpers(_: Function) -> Function:
     return compile_helpers
 
 
+_OWN_FLAGS = NativePlace("megatron.training.extensions", lambda _: lambda: None)
+"""A patched Megatron calls `native` without being asked."""
+
 ARGUMENT_HOOKS = (
-    Hook("megatron.training.arguments", "parse_args", _parse_args, "add our flags"),
+    Hook(
+        "megatron.training.arguments",
+        "parse_args",
+        _parse_args,
+        "add our flags",
+        native=_OWN_FLAGS,
+    ),
     Hook(
         "megatron.training.global_vars",
         "set_global_variables",
         _set_global_variables,
         "see the validated flags",
+        native=_OWN_FLAGS,
     ),
 )
 CPU_HOOKS = (
@@ -539,6 +633,7 @@ RRFP_HOOKS = (
         "get_forward_backward_func",
         _get_forward_backward_func,
         "run the stage executor instead of a fixed schedule",
+        native=NativePlace("megatron.core.pipeline_parallel.schedule_registry", _select_schedule),
     ),
 )
 _COLLECTIVES = (
@@ -611,6 +706,9 @@ METRICS_HOOKS = (
         "training_log",
         _training_log,
         "log what the pipeline costs beside Megatron's own figures",
+        native=_listen(
+            lambda: {"on_train_step_end": lambda step: _log_metrics(int(step.iteration))}
+        ),
     ),
 )
 COLLAPSE_HOOKS = (
@@ -619,12 +717,14 @@ COLLAPSE_HOOKS = (
         "train",
         _collapse("watched_train"),
         "watch the loss from the start of training to its end",
+        native=_collapse_events("on_train_start", "on_train_end"),
     ),
     Hook(
         "megatron.training.training",
         "training_log",
         _collapse("watched_training_log"),
         "see the loss of every step",
+        native=_collapse_events("on_train_step_end"),
     ),
     Hook(
         "megatron.training.training",

@@ -161,8 +161,17 @@ def test_a_checkout_is_looked_at_instead(tmp_path: Path) -> None:
     assert report.ok, report.problems
     assert (report.megatron.version, report.megatron.supported) == ("0.20.0", True)
     assert report.megatron.location == str(tmp_path)
+    assert report.megatron.patched is False
     assert all(hook.present for hook in report.hooks)
     assert examine().megatron.version == str(hooks.megatron_version())
+
+
+def test_a_patched_checkout_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_megatron(tmp_path)
+    (tmp_path / "megatron" / "training" / "extensions.py").touch()
+    assert examine(tmp_path).megatron.patched
+    assert cli.main(["doctor", "--megatron", str(tmp_path)]) == 0
+    assert "our flags without -m megatron_ext" in capsys.readouterr().out
 
 
 def test_an_unsupported_megatron(tmp_path: Path) -> None:

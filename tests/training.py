@@ -74,6 +74,7 @@ def train(
     disturbance: Disturbance | None = None,
     observe: Callable[[dict[str, Any]], None] | None = None,
     script: Path = REPOSITORY / "scripts" / "pretrain_gpt.py",
+    start: Callable[[list[str]], None] | None = None,
     timeout_s: float = 140.0,
 ) -> tuple[list[Rank], list[dict[str, Any]]]:
     """Train through ``python -m megatron_ext --cpu``'s own entry point.
@@ -85,6 +86,7 @@ def train(
         disturbance: What goes wrong.
         observe: Called in every rank before anything else, with its record, to add to it.
         script: The user's script.
+        start: Runs the command line that it is given; by default by ``python -m megatron_ext``.
         timeout_s: Time limit for all.
 
     Returns:
@@ -106,6 +108,7 @@ def train(
             folder,
             disturbance or Disturbance(),
             observe,
+            start,
             timeout_s=timeout_s,
         )
         records = []
@@ -129,6 +132,7 @@ def _train_rank(
     folder: str,
     disturbance: Disturbance,
     observe: Callable[[dict[str, Any]], None] | None,
+    start: Callable[[list[str]], None] | None,
 ) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
@@ -145,7 +149,10 @@ def _train_rank(
     _record_steps(training, record)
     _disturb(number, disturbance)
     try:
-        __main__.main(["--cpu", *argv])
+        if start is None:
+            __main__.main(["--cpu", *argv])
+        else:
+            start(argv)
     except SystemExit as end:  # Megatron's way out at --exit-interval
         if end.code:
             raise

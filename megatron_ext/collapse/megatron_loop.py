@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,21 +86,15 @@ def watched_train(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def train(*args: Any, **named: Any) -> Any:
-        global _loop
-        model = signature.bind(*args, **named).arguments["model"]
-        _loop = _start(model)
-        if _loop.callback is not None:
-            _loop.callback.on_train_start()
+        _begin(signature.bind(*args, **named).arguments["model"])
         try:
             result = original(*args, **named)
         except SystemExit as end:
-            if _loop.callback is not None:
-                _loop.callback.on_train_end()
-            if _loop.stopped and not end.code:
+            _finish()
+            if _was_stopped(end.code):
                 raise SystemExit(COLLAPSE_EXIT_CODE) from None
             raise
-        if _loop.callback is not None:
-            _loop.callback.on_train_end()
+        _finish()
         return result
 
     return train
@@ -112,15 +106,53 @@ def watched_training_log(original: Function) -> Function:
 
     def training_log(*args: Any, **named: Any) -> Any:
         result = original(*args, **named)
-        if _loop is not None and _loop.callback is not None:
-            try:
-                _after_step(_loop.callback, signature.bind(*args, **named).arguments)
-            except Exception as error:  # the watch must not end the training that it watches
-                _say(f"the watch is off from here on: {type(error).__name__}: {error}")
-                _loop.callback = None
+        _watch_step(signature.bind(*args, **named).arguments)
         return result
 
     return training_log
+
+
+def on_train_start(context: Any) -> None:
+    """What `watched_train` does first, as a callback of a patched Megatron."""
+    _begin(context.model)
+
+
+def on_train_step_end(context: Any) -> None:
+    """What `watched_training_log` does, as a callback of a patched Megatron."""
+    _watch_step(vars(context))
+
+
+def on_train_end(context: Any) -> None:
+    """What `watched_train` does last, as a callback of a patched Megatron."""
+    _finish()
+    if _was_stopped(context.exit_code):
+        context.exit_code = COLLAPSE_EXIT_CODE
+
+
+def _begin(model: Any) -> None:
+    global _loop
+    _loop = _start(model)
+    if _loop.callback is not None:
+        _loop.callback.on_train_start()
+
+
+def _watch_step(given: Mapping[str, Any]) -> None:
+    if _loop is not None and _loop.callback is not None:
+        try:
+            _after_step(_loop.callback, given)
+        except Exception as error:  # the watch must not end the training that it watches
+            _say(f"the watch is off from here on: {type(error).__name__}: {error}")
+            _loop.callback = None
+
+
+def _finish() -> None:
+    if _loop is not None and _loop.callback is not None:
+        _loop.callback.on_train_end()
+
+
+def _was_stopped(code: Any) -> bool:
+    """Whether training ends, with that exit status, because an alarm has stopped it."""
+    return _loop is not None and _loop.stopped and not code
 
 
 def watched_checkpoint_and_decide_exit(original: Function) -> Function:
@@ -247,7 +279,7 @@ def _power_law(references: list[Curve], params: float) -> float:
     return law.at(params)
 
 
-def _after_step(callback: CollapseCallback, given: dict[str, Any]) -> None:
+def _after_step(callback: CollapseCallback, given: Mapping[str, Any]) -> None:
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import get_args
 

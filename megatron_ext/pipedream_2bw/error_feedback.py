@@ -55,7 +55,8 @@ class ErrorFeedback:
         self.expects_history = True
         for inner in self._inner:
             for parameter in _parameters(inner):
-                if inner.state[parameter]:  # else the optimizer makes its state, with our key
+                # Else the optimizer makes its state, with our key, unless it finds an empty one.
+                if inner.state.get(parameter):
                     inner.state[parameter][KEY] = torch.zeros_like(parameter.data)
 
     def _wrap(self, one: Any) -> None:
@@ -81,6 +82,22 @@ class ErrorFeedback:
         one.init_state_fn = with_history
         if hasattr(type(one), "optimizer_state_keys"):
             one.__class__ = self._with_history_among_its_keys(type(one))
+        elif is_distributed(one):
+            self._make_state_before_loading(one)
+
+    def _make_state_before_loading(self, one: Any) -> None:
+        """Before Megatron 0.19 a distributed optimizer makes no state but Adam's own to load into.
+
+        It loads whatever tensors its state has, though.
+        """
+        load = one.load_state_dict
+
+        def load_state_dict(*args: Any, **named: Any) -> None:
+            if self.expects_history and not one.optimizer.state:
+                one.init_state_fn(one.optimizer, one.config)
+            load(*args, **named)
+
+        one.load_state_dict = load_state_dict
 
     def _with_history_among_its_keys(self, original: type[Any]) -> type[Any]:
         """Megatron's distributed optimizer, saving the last update too: it lists what it saves."""
@@ -113,6 +130,19 @@ class ErrorFeedback:
                 parameter.sub_(self.coefficient * (update - previous))
             state[KEY] = update
         return result
+
+
+def is_distributed(one: Any) -> bool:
+    """Whether it is Megatron's distributed optimizer."""
+    return hasattr(one, "load_parameter_state_from_dp_reshardable")
+
+
+def saves_listed_states_only(one: Any) -> bool:
+    """Whether some formats of its checkpoints hold Adam's states only, whatever else there is.
+
+    So it is with the distributed optimizer of Megatron before 0.19.
+    """
+    return is_distributed(one) and not hasattr(type(one), "optimizer_state_keys")
 
 
 def _parameters(inner: Any) -> list[torch.Tensor]:

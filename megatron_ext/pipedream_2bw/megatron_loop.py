@@ -13,10 +13,13 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from megatron_ext.arguments import Pipedream2bwConfig, describe, pipedream_2bw_config
+from megatron_ext.errors import UsageError
 from megatron_ext.pipedream_2bw import background
 from megatron_ext.pipedream_2bw.checkpoint import Checkpoint
 from megatron_ext.pipedream_2bw.clipping import clip_by
 from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates
+from megatron_ext.pipedream_2bw.error_feedback import saves_listed_states_only
+from megatron_ext.pipedream_2bw.leaf_optimizers import leaf_optimizers
 from megatron_ext.pipedream_2bw.shadow_groups import shadow_of
 
 Function = Callable[..., Any]
@@ -73,6 +76,7 @@ def _make(model: list[Any], optimizer: Any) -> None:
     args = get_args()
     config = pipedream_2bw_config(args)
     assert config is not None
+    _check_history_is_saved(config, optimizer, args)
     clip_by(config.clip, optimizer)
     # Tied embeddings are reduced over the first and the last stage: each waits for the other.
     ties = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not getattr(
@@ -87,6 +91,29 @@ def _make(model: list[Any], optimizer: Any) -> None:
         two_gradient_buffers=config.clip == "exact" or ties,
     )
     _checkpoint = Checkpoint(_delayed, model)
+
+
+def _check_history_is_saved(config: Pipedream2bwConfig, optimizer: Any, args: Any) -> None:
+    """Refuse a format of checkpoints that would lose the last update.
+
+    Raises:
+        UsageError: Error feedback needs it, and this Megatron does not save it so.
+    """
+    if not (args.save and config.error_feedback):
+        return
+    if not any(saves_listed_states_only(one) for one in leaf_optimizers(optimizer)):
+        return
+    flag = None
+    if args.ckpt_format != "torch_dist":
+        flag = f"--ckpt-format {args.ckpt_format}"
+    elif getattr(args, "dist_ckpt_optim_fully_reshardable", False):
+        flag = "--dist-ckpt-optim-fully-reshardable"
+    if flag is not None:
+        raise UsageError(
+            f"--pipedream-2bw: with --use-distributed-optimizer, {flag} of this Megatron saves no "
+            "last update, which error feedback needs; leave it out, use Megatron 0.19 or newer, "
+            "or set --pipedream-2bw-error-feedback 0"
+        )
 
 
 def load_two_versions(original: Function) -> Function:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
-from tests.training import RRFP, Disturbance, train_well
+from megatron_ext import hooks
+from tests.training import RRFP, Disturbance, train, train_well
 
 pytestmark = pytest.mark.multiprocess
 
@@ -70,3 +72,20 @@ def test_onto_another_number_of_replicas(corpus: Path, tmp_path: Path) -> None:
     resumed = train_well(corpus, 2, [*keep, "--load", str(tmp_path)])
     losses = [step[0]["lm loss"] for step in whole[-1]["steps"][3:]]
     assert [s[0]["lm loss"] for s in resumed[-1]["steps"]] == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.skipif(
+    hooks.megatron_version() >= Version("0.19"), reason="from 0.19 on these formats keep it"
+)
+@pytest.mark.parametrize("flag", ["--dist-ckpt-optim-fully-reshardable", "--ckpt-format torch"])
+def test_a_format_that_loses_the_last_update_is_refused(
+    flag: str, corpus: Path, tmp_path: Path
+) -> None:
+    flags = [*f"{PP2} --bf16 --use-distributed-optimizer {flag}".split(), *DELAYED]
+    save = ["--save", str(tmp_path), "--save-interval", "9"]
+    ranks, _ = train(corpus, 2, [*flags, *save])
+    for rank in ranks:
+        assert rank.exit_code == 2, rank.output
+        assert f"{flag} of this Megatron saves no last update" in rank.error_line
+    ranks, _ = train(corpus, 2, [*flags, "--pipedream-2bw-error-feedback", "0"])
+    assert [rank.exit_code for rank in ranks] == [0, 0]

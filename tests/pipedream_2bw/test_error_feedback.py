@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.pipedream_2bw.error_feedback import KEY, ErrorFeedback
+from megatron_ext.pipedream_2bw.error_feedback import (
+    KEY,
+    ErrorFeedback,
+    saves_listed_states_only,
+)
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -65,3 +69,34 @@ def test_counts_the_whole_update() -> None:
     inner.step()
     expected = torch.full((3,), 0.5 * (1 + 0.1 * 2.0), dtype=torch.float64)
     torch.testing.assert_close(inner.state[parameter][KEY], expected)
+
+
+class _DistributedOptimizer:
+    """The parts of Megatron's, before 0.19, that load a checkpoint on a GPU."""
+
+    def __init__(self) -> None:
+        self.config = None
+        self.parameter = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = OPTIMIZERS["adam"]([self.parameter])
+
+    def init_state_fn(self, inner: Any, _: Any) -> None:
+        inner.state[self.parameter]["exp_avg"] = torch.zeros(3)
+
+    def load_state_dict(self, _: Any) -> None:
+        if not self.optimizer.state:
+            self.optimizer.state[self.parameter]["exp_avg"] = torch.zeros(3)
+
+    def load_parameter_state_from_dp_reshardable(self) -> None: ...
+
+
+@pytest.mark.parametrize("expects", [True, False])
+def test_an_optimizer_without_a_state_gets_room_for_the_last_update(expects: bool) -> None:
+    distributed = _DistributedOptimizer()
+    assert saves_listed_states_only(distributed)
+    feedback = ErrorFeedback(distributed, 1.0)
+    if expects:
+        feedback.make_room()
+    assert not distributed.optimizer.state  # or it would be taken for one that is there already
+    distributed.load_state_dict({})
+    keys = {"exp_avg", KEY} if expects else {"exp_avg"}
+    assert set(distributed.optimizer.state[distributed.parameter]) == keys
