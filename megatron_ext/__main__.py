@@ -21,7 +21,7 @@ from megatron_ext.errors import PipelineError, UsageError
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Install the hooks and run the script; ends the process on any error."""
-    options = _parse(sys.argv[1:] if argv is None else argv)
+    options = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         script = _script(options.script)
         sys.argv = [str(script), *options.script_args]
@@ -68,7 +68,8 @@ def _only_asks(script_args: Sequence[str]) -> bool:
     return "-h" in script_args or "--help" in script_args
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of what stands before the script."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_ext",
         description="Run a Megatron-LM script with the flags of megatron_ext added to its own.",
@@ -83,7 +84,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")
     parser.add_argument("script_args", metavar="ARGS", nargs=argparse.REMAINDER)
-    return parser.parse_args(argv)
+    return parser
 
 
 def _script(name: str) -> Path:
