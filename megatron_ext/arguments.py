@@ -93,8 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--rrfp-hint",
         metavar="HINT",
         help=f"Order among ready tasks: {', '.join(HINTS)}, or your own as module:Name. "
-        "(default: bfw-depth with --transformer-impl local, else bf: layers of Transformer Engine "
-        "are not split)",
+        "(default: bfw-depth with --transformer-impl local, else bf)",
     )
     group.add_argument(
         "--rrfp-live-limit",
@@ -266,9 +265,9 @@ def rrfp_config(args: argparse.Namespace) -> RrfpConfig | None:
         )
     name = args.rrfp_hint
     if name is None:
-        # A backward that leaves no weight gradient gains nothing from hints that wait for one.
-        splits = getattr(args, "transformer_impl", "local") == "local"
-        name = RrfpConfig.hint if splits else "bf"
+        # Splitting layers of Transformer Engine has to be asked for: it has not run on a GPU yet.
+        is_local = getattr(args, "transformer_impl", "local") == "local"
+        name = RrfpConfig.hint if is_local else "bf"
     try:
         hint = find_hint(name)
     except ValueError as error:

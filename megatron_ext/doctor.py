@@ -45,6 +45,7 @@ HOOK_GROUPS = {
     "CPU_HOOKS": CPU,
     "RRFP_HOOKS": RRFP,
     "WEIGHT_GRADIENT_HOOKS": "--rrfp-hint bfw, bfw-depth",
+    "TRANSFORMER_ENGINE_HOOKS": "--rrfp-hint bfw, bfw-depth",
     "METRICS_HOOKS": "--tensorboard-dir, --wandb-project",
     "JITTER_HOOKS": "--rrfp-jitter",
     "UPDATE_HOOKS": "--pipedream-2bw",

@@ -29,6 +29,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_ext import arguments, cpu
 from megatron_ext.errors import UsageError
+from megatron_ext.pipeline import transformer_engine
 from megatron_ext.pipeline.hints import find_hint
 from megatron_ext.pipeline.jitter import (
     DeviceStopwatch,
@@ -217,6 +218,9 @@ def _set_global_variables(original: Function) -> Function:
             install(RRFP_HOOKS)
             if find_hint(rrfp.hint).splits_weight:
                 install(WEIGHT_GRADIENT_HOOKS)
+                if getattr(args, "transformer_impl", "local") == "transformer_engine":
+                    transformer_engine.check_can_delay(args, rrfp.hint)
+                    install(TRANSFORMER_ENGINE_HOOKS)
             if args.tensorboard_dir or args.wandb_project:
                 install(METRICS_HOOKS)
         if two_versions is not None:
@@ -482,6 +486,20 @@ WEIGHT_GRADIENT_HOOKS = (
         "linear_with_grad_accumulation_and_async_allreduce",
         _split_linear,
         "split the backward of linear layers",
+    ),
+)
+TRANSFORMER_ENGINE_HOOKS = (
+    Hook(
+        "megatron.training.arguments",
+        "core_transformer_config_from_args",
+        transformer_engine.delaying_config,
+        "let layers of Transformer Engine delay their weight gradients",
+    ),
+    Hook(
+        "megatron.training.training",
+        "get_model",
+        transformer_engine.delaying_model,
+        "let data parallelism wait for delayed weight gradients",
     ),
 )
 RRFP_HOOKS = (

@@ -3,8 +3,9 @@
 `split_linear` takes the place of the function that Megatron's column- and row-parallel layers and
 its output layer compute with. Its autograd node does not know the weight, so a backward stops at
 the input gradient and leaves the rest in the `WeightGradients` of its model chunk, from where a
-task of its own takes it. Nothing else of a layer changes, and a layer that computes otherwise
-does its whole backward at once.
+task of its own takes it. Nothing else of a layer changes. Layers of Transformer Engine leave theirs
+by an interface of their own (see `transformer_engine`); a layer that computes otherwise does its
+whole backward at once.
 
 The numbers are Megatron's: the same products, added to the same buffer in the same order.
 """
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron_ext.pipeline.transformer_engine import delayed_layers
 
 _current: WeightGradients | None = None
 
@@ -52,6 +55,7 @@ class WeightGradients:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._delayed = delayed_layers(model)
         self._filling: list[tuple[Callable[[], None], torch.Tensor | None]] = []
         self._waiting: deque[list[tuple[Callable[[], None], torch.Tensor | None]]] = deque()
 
@@ -71,6 +75,9 @@ class WeightGradients:
 
     def seal(self) -> None:
         """End a microbatch: what was left since the last call belongs together."""
+        for layer in self._delayed:
+            if entries := layer.count_new():
+                self.put(functools.partial(layer.run, entries))
         self._waiting.append(self._filling)
         self._filling = []
 
