@@ -2,8 +2,8 @@
 
 A page holds a line such as ``<!-- generated: flags -->``. Flags come from the parsers that
 trainings and commands use, scripts from their first lines, and metrics from the names that are
-logged. What a metric means stands once, in the tables of docs/tracing.md and docs/collapse.md; a
-metric without a row there ends the build.
+logged. What a metric means stands once, in the tables of the pages in `MEANINGS`; a metric
+without a row there ends the build.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from megatron_ext.pipeline import metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COLLAPSE_METRICS = ROOT / "megatron_ext" / "collapse" / "callback.py"
-MEANINGS = ("docs/tracing.md", "docs/collapse.md")
+MEANINGS = ("docs/tracing.md", "docs/pipedream-2bw.md", "docs/collapse.md")
 """Pages with a table whose first column names metrics."""
 
 _MARK = re.compile(r"^<!-- generated: (?P<name>\S+) -->$", re.MULTILINE)
-_ROW = re.compile(r"^\| (?P<names>`(?:rrfp|collapse)/.*?) \| (?P<meaning>.*) \|$", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| (?P<names>`(?:rrfp|pipedream-2bw|collapse)/.*?) \| (?P<meaning>.*) \|$", re.MULTILINE
+)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -61,11 +63,13 @@ def runner_flags() -> str:
 def training_flags() -> str:
     """Our flags among Megatron's, by capability."""
     parser = arguments.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return "\n\n".join(
-        f"## {_capital(group.title.removeprefix('megatron_ext: '))}\n\n{_table(group, anchors=True)}"
-        for group in _groups(parser)
-        if group.title and group.title.startswith("megatron_ext")
-    )
+    sections = []
+    for group in _groups(parser):
+        title = group.title or ""
+        if title.startswith("megatron_ext: "):
+            heading = _capital(title.removeprefix("megatron_ext: "))
+            sections.append(f"## {heading}\n\n{_table(group, anchors=True)}")
+    return "\n\n".join(sections)
 
 
 # Commands and scripts.
@@ -133,7 +137,8 @@ def metric_names() -> tuple[str, ...]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and str(node.value).startswith("collapse/")
     }
-    return (*(f"rrfp/{name}" for name in metrics.FIGURES), *sorted(collapse))
+    pipeline = (name if "/" in name else f"rrfp/{name}" for name in metrics.FIGURES)
+    return (*pipeline, *sorted(collapse))
 
 
 def metric_table() -> str:
@@ -158,13 +163,23 @@ def _meanings() -> dict[str, str]:
     return found
 
 
+UNITS = {
+    "ms": "milliseconds",
+    "us": "microseconds",
+    "rrfp/bubble fraction": "0 to 1",
+    "rrfp/live peak": "chunk activations",
+    "collapse/alarm": "0 or 1",
+    "collapse/normalized loss": "of the final loss",
+    "collapse/predicted final loss": "nats per token",
+    "collapse/reference": "of the final loss",
+    "collapse/residual": "of the final loss",
+}
+"""Of what stands in brackets at the end of a metric's name, and of metrics without brackets."""
+
+
 def _unit(name: str) -> str:
-    """In brackets at the end of the name; the others are named here by what they count."""
-    if bracket := re.search(r"\((\w+)\)$", name):
-        return {"ms": "milliseconds", "us": "microseconds"}.get(bracket[1], bracket[1])
-    units = {"fraction": "0 to 1", "peak": "chunk activations", "alarm": "0 or 1"}
-    units |= {"predicted final loss": "nats per token"}
-    return next((unit for end, unit in units.items() if name.endswith(end)), "of the final loss")
+    bracket = re.search(r"\((\w+)\)$", name)
+    return UNITS.get(bracket[1], bracket[1]) if bracket else UNITS.get(name, "")
 
 
 # How a parser's flags are written.
@@ -237,6 +252,7 @@ def _split_default(action: argparse.Action) -> tuple[str, str]:
 
 
 def _default(action: argparse.Action) -> str:
+    """What argparse takes where the flag is not given."""
     if action.required:
         return "needed"
     if action.nargs == 0:
