@@ -7,7 +7,7 @@ block that is not run says why, in a comment above it:
 
 Its commands are checked all the same: flags by the program's own parsers, and Megatron's by
 Megatron's; scripts by the flags that they define. ``<!-- save as: FILE -->`` above a block puts it
-into a file, for the blocks of that page that come after it.
+into a file for the other blocks of that page.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import csv
 import glob
 import sys
 import types
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,8 @@ def megatron_parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    return arguments.add_arguments(add_megatron_arguments(parser))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return arguments.add_arguments(add_megatron_arguments(parser))
 
 
 def _check_training(flags: list[str], where: str, parser: argparse.ArgumentParser) -> None:

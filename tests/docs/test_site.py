@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import html
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from mkdocs.exceptions import PluginError
 
 from megatron_ext import __main__ as runner
 from megatron_ext import arguments, cli
@@ -122,6 +127,64 @@ def test_every_page_can_be_reached(site: Path) -> None:
     for page in PAGES:
         if page.is_relative_to(REPOSITORY / "docs"):
             assert str(page.relative_to(REPOSITORY / "docs").with_suffix(".html")) in linked
+
+
+@pytest.fixture
+def hook() -> Callable[[str], Any]:
+    """Imports one of the site's hooks, which MkDocs loads by its path."""
+
+    def load(name: str) -> Any:
+        spec = importlib.util.spec_from_file_location(
+            f"site_{name}", REPOSITORY / "scripts" / "site" / f"{name}.py"
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_a_metric_that_nobody_explains_ends_the_build(
+    hook: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "FIGURES", (*metrics.FIGURES, "new (ms)"))
+    with pytest.raises(PluginError, match=r"what 'rrfp/new \(ms\)' means"):
+        hook("reference").metric_table()
+
+
+def test_a_metric_that_is_gone_ends_the_build(
+    hook: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "FIGURES", metrics.FIGURES[1:])
+    with pytest.raises(PluginError, match="bubble fraction', which is not logged"):
+        hook("reference").metric_table()
+
+
+@pytest.mark.parametrize(
+    ("link", "found"),
+    [
+        ("[text](../CONTRIBUTING.md#style)", "[text](project/contributing.md#style)"),
+        ("[text](../README.md)", "[text](index.md)"),
+        ("[`cli.py`](../megatron_ext/cli.py)", "`cli.py`"),
+        ("[text](hints.md#the-limit)", "[text](hints.md#the-limit)"),
+        ("[text](https://arxiv.org)", "[text](https://arxiv.org)"),
+        ("[text](../missing.md)", "[text](../missing.md)"),
+        (
+            "```text\n[text](../megatron_ext/cli.py)\n```",
+            "```text\n[text](../megatron_ext/cli.py)\n```",
+        ),
+    ],
+)
+def test_links_out_of_the_docs(
+    hook: Callable[[str], Any], caplog: pytest.LogCaptureFixture, link: str, found: str
+) -> None:
+    links = hook("links")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="collapse.md"))
+    config = SimpleNamespace(docs_dir=str(REPOSITORY / "docs"))
+    assert links.on_page_markdown(link, page=page, config=config, files=None) == found
+    assert ("is not there" in caplog.text) == ("missing" in link)
 
 
 def test_prose_names_only_flags_that_exist() -> None:
