@@ -72,6 +72,19 @@ def training_flags() -> str:
     return "\n\n".join(sections)
 
 
+def refused() -> str:
+    """Megatron's flags that ours refuse to run with."""
+    tables = {
+        "--pipeline-schedule rrfp": arguments._UNSUPPORTED,
+        "--pipedream-2bw": arguments._WITHOUT_SECOND_VERSION,
+        "--rrfp-jitter": arguments._WITHOUT_STEPS,
+    }
+    rows = ["| flag of ours | refuses |", "| --- | --- |"]
+    for ours, theirs in tables.items():
+        rows.append(f"| `{ours}` | {', '.join(f'`{flag}`' for _, flag, _ in theirs)} |")
+    return "\n".join(rows)
+
+
 # Commands and scripts.
 
 
@@ -281,6 +294,7 @@ def _capital(text: str) -> str:
 GENERATORS: dict[str, Callable[[], str]] = {
     "runner-flags": runner_flags,
     "training-flags": training_flags,
+    "refused": refused,
     "commands": commands,
     "scripts": scripts,
     "metrics": metric_table,
