@@ -33,7 +33,10 @@ NAMES = [str(page.relative_to(REPOSITORY)) for page in WITH_BLOCKS]
 # Words that stand for something of the reader's.
 PLACEHOLDERS = {"...", "YOUR", "FLAGS", "SCRIPT", "SCRIPT.py"}
 # Programs of others, of which only the name is checked.
-OTHERS = {"cd", "git", "lint-imports", "mkdocs", "mypy", "pip", "ruff", "source"}
+OTHERS = {"cd", "git", "lint-imports", "mkdir", "mkdocs", "mypy", "pip", "ruff", "source", "tail"}
+OTHERS |= {"scancel", "squeue", "touch", "wandb"}
+# Programs that start one of our scripts.
+STARTERS = {"bash", "python", "sbatch"}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,8 @@ def folder(
     (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "trace").symlink_to(inputs / "out" / "trace")
-    (tmp_path / "DIR").symlink_to(inputs / "out" / "trace")
+    for name in ("DIR", "RUN_DIR", "RUN_A", "RUN_B"):
+        (tmp_path / name).symlink_to(inputs / "out" / "trace")
     if "--out reference.json" not in request.getfixturevalue("page").read_text():
         (tmp_path / "reference.json").symlink_to(inputs / "ref")
     monkeypatch.chdir(tmp_path)
@@ -127,8 +131,8 @@ def _check(words: list[str], block: Block, megatron_parser: argparse.ArgumentPar
         _check_training(words, where, megatron_parser)
     elif program == "torchrun" or words[:3] == ["python", "-m", "megatron_ext"]:
         _check_training(_behind_the_launcher(words), where, megatron_parser)
-    elif program == "python" or program.startswith(("scripts/", ".ci/")):
-        _check_script([word for word in words if word != "python"], where)
+    elif program in STARTERS or program.startswith(("scripts/", ".ci/")):
+        _check_script([word for word in words if word not in STARTERS], where)
     else:
         assert program in OTHERS, f"{where}: how is this checked?"
 
