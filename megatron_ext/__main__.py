@@ -83,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="run with a Megatron outside the supported range",
     )
     parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")
-    parser.add_argument("script_args", metavar="ARGS", nargs=argparse.REMAINDER)
+    parser.add_argument(
+        "script_args", metavar="ARGS", nargs=argparse.REMAINDER, help="its flags and ours"
+    )
     return parser
 
 

@@ -98,6 +98,13 @@ def test_every_metric_is_there_with_its_unit(site: Path) -> None:
     assert {f"<code>{name}</code>" for name in names} <= set(units)
 
 
+def test_every_flag_says_what_it_does(site: Path) -> None:
+    for name in ("flags", "commands"):
+        rows = re.findall(r"<tr>.*?</tr>", (site / "reference" / f"{name}.html").read_text(), re.S)
+        assert rows
+        assert not [row for row in rows if re.search(r"<td>\s*</td>", row)]
+
+
 class _Loaded(HTMLParser):
     """What a browser loads for a page by itself; links that a reader may follow are not."""
 
