@@ -34,8 +34,10 @@ from rich.table import Table
 from megatron_ext.corpus import build_corpus
 
 REPOSITORY = Path(__file__).parent.parent
-LEARNING_RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (4e-3, 8e-3, 1.6e-2)}
+LEARNING_RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
 STARTS = ("0.05", "0.10", "0.25")
+ENDS = (("0", "0.90"), ("0.05", "0.95"), ("0.10", "0.75"))
+"""Synchronous start and end."""
 COEFFICIENTS = (0.5, 1.5, 2.0)
 
 
@@ -50,6 +52,8 @@ class Training:
     delayed: bool = False
     error_feedback: float = 0.0
     start: str = "0"
+    end: str | None = None
+    script: str = "pretrain_gpt.py"
 
     @property
     def mode(self) -> str:
@@ -78,6 +82,8 @@ class Training:
             flags += ["--pipeline-schedule", "rrfp", "--rrfp-hint", "bf", "--pipedream-2bw"]
             flags += ["--pipedream-2bw-error-feedback", str(self.error_feedback)]
             flags += ["--pipedream-2bw-start-iteration", self.start]
+            if self.end is not None:
+                flags += ["--pipedream-2bw-end-iteration", self.end]
         return flags
 
 
@@ -88,7 +94,8 @@ def validation_loss(training: Training, args: argparse.Namespace, data: Path) ->
         RuntimeError: The run failed; says where its output is.
     """
     flags = training.flags(args, data)
-    name = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:16]
+    scripts = [] if training.script == "pretrain_gpt.py" else [training.script]
+    name = hashlib.sha256(" ".join(scripts + flags).encode()).hexdigest()[:16]
     log = args.cache / f"{training.optimizer}-{training.mode}-{name}.log"
     found = _read(log)
     if found is None:
@@ -101,7 +108,7 @@ def validation_loss(training: Training, args: argparse.Namespace, data: Path) ->
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        script = REPOSITORY / "scripts" / "pretrain_gpt.py"
+        script = REPOSITORY / "scripts" / training.script
         command = [sys.executable, "-m", "megatron_ext", "--cpu", str(script), *flags]
         with log.open("w") as output:
             subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
@@ -183,6 +190,23 @@ def measure(args: argparse.Namespace, data: Path, progress: Progress) -> dict[st
             for name in rates
             for start in STARTS
             for coefficient in (0.0, 1.0, 2.0)
+        ],
+        "synchronous start and end": [
+            replace(best[name], delayed=True, error_feedback=coefficient, start=start, end=end)
+            for name in rates
+            for start, end in ENDS
+            for coefficient in (1.0, 2.0)
+        ],
+        "prediction from the momentum": [
+            replace(
+                best[name],
+                delayed=True,
+                error_feedback=coefficient,
+                script="pretrain_with_momentum_prediction.py",
+            )
+            for name in rates
+            if name == "muon"
+            for coefficient in (0.7, 1.0, 1.5)
         ],
         "coefficient": [
             replace(best[name], delayed=True, error_feedback=coefficient)

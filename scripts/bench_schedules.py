@@ -60,6 +60,7 @@ from megatron_ext.pipedream_2bw.clipping import clip_by  # noqa: E402
 from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates  # noqa: E402
 from megatron_ext.pipeline import jitter, weight_grad  # noqa: E402
 from megatron_ext.pipeline.batch_statistics import BatchStatistics  # noqa: E402
+from megatron_ext.pipeline.hints import find_hint  # noqa: E402
 from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
 from megatron_ext.pipeline.trace_window import TraceWindow  # noqa: E402
 
@@ -100,9 +101,11 @@ POLICIES = (
     Policy("bfw", "p"),
     Policy("bfw-depth", "p"),
     Policy("bfw-room", "p"),
+    Policy("bfw-pieces", "p"),
     Policy("bfw", "1.5p"),
     Policy("bfw", "2p"),
     Policy("bfw-depth", "2p"),
+    Policy("bfw-pieces", "2p"),
     Policy("fb", "2p"),
     Policy("b-priority", "2p"),
     Policy("f-priority", "2p"),
@@ -114,11 +117,17 @@ def policies_over(iterations: int) -> tuple[Policy, ...]:
     return (
         Policy(None, "p", iterations),
         Policy("bfw", "2p", iterations),
-        *(Policy("bfw", limit, iterations, clip) for limit, clip in TWO_VERSIONS),
+        *(Policy(hint, limit, iterations, clip) for hint, limit, clip in TWO_VERSIONS),
     )
 
 
-TWO_VERSIONS = (("p", "exact"), ("2p", "exact"), ("2p", "off"))
+TWO_VERSIONS = (
+    ("bfw", "p", "exact"),
+    ("bfw", "2p", "exact"),
+    ("bfw", "2p", "off"),
+    ("bfw-pieces", "p", "exact"),
+    ("bfw-pieces", "2p", "exact"),
+)
 
 
 @dataclass(frozen=True)
@@ -159,8 +168,10 @@ class _Sleep(torch.autograd.Function):
     """The identity, taking time forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, forward_s: float, backward_s: float) -> Any:
-        ctx.backward_s = backward_s
+    def forward(
+        ctx: Any, tensor: torch.Tensor, forward_s: float, backward_s: float, layers: int
+    ) -> Any:
+        ctx.backward_s, ctx.layers = backward_s, layers
         time.sleep(forward_s)
         return tensor.clone()
 
@@ -171,8 +182,10 @@ class _Sleep(torch.autograd.Function):
             time.sleep(ctx.backward_s)
         else:  # one half is the weight gradient, a task of its own
             time.sleep(ctx.backward_s / 2)
-            weight_gradients.put(functools.partial(time.sleep, ctx.backward_s / 2))
-        return gradient.clone(), None, None
+            for _ in range(ctx.layers):
+                sleep = functools.partial(time.sleep, ctx.backward_s / 2 / ctx.layers)
+                weight_gradients.put(sleep)
+        return gradient.clone(), None, None, None
 
 
 class EmulatedStage(torch.nn.Module):
@@ -187,6 +200,7 @@ class EmulatedStage(torch.nn.Module):
         self.config = config
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.times: tuple[np.ndarray, np.ndarray]
+        self.layers = 1
         self.microbatch = 0
         self.input: torch.Tensor | None = None
 
@@ -201,7 +215,7 @@ class EmulatedStage(torch.nn.Module):
         data = self.input
         if data is None:
             data = torch.ones(SEQUENCE_LENGTH, 1, HIDDEN_SIZE)
-        return _Sleep.apply(data + self.weight, float(forward_s), float(backward_s))
+        return _Sleep.apply(data + self.weight, float(forward_s), float(backward_s), self.layers)
 
 
 def _forward_step(_: Any, model: EmulatedStage) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -291,6 +305,8 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
         nonlocal delayed, iteration
         stage = EmulatedStage(config)
         stage.times = (durations.forward[rank], durations.backward[rank])
+        if policy.hint:  # what one task does should be one sleep
+            stage.layers = find_hint(policy.hint).weight_pieces
         model, optimizer = _with_optimizer(stage) if policy.iterations > 1 else (stage, None)
         delayed = _two_versions(policy, model, optimizer) if policy.clip else None
         schedule = schedules[policy]

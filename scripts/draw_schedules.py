@@ -24,7 +24,7 @@ from matplotlib.patches import Patch
 
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.hints import HINTS, Place
-from megatron_ext.pipeline.live_limit import parse_live_limit
+from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
 from megatron_ext.pipeline.task import Direction, Kind, Task
 
 FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace, hint_name: str, limit: str, durations: Duratio
     stages = []
     for stage in range(args.stages):
         live_limit = parse_live_limit(limit, args.stages)
+        if hint.tapers:
+            live_limit = tapered(live_limit, stage, args.stages)
         place = Place(stage, args.stages, args.microbatches, live_limit)
         stages.append(Arbiter(place, hint(place)))
     spans: list[Span] = []
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace, hint_name: str, limit: str, durations: Duratio
                 idle.remove(stage)
                 whole = durations[stage, task._replace(kind=min(task.kind, BACKWARD))]
                 length = whole / 2 if hint.splits_weight and task.kind != FORWARD else whole
+                length /= hint.weight_pieces if task.kind == WEIGHT else 1
                 heapq.heappush(running, (now + length, stage, task, now))
         if not running:
             return spans

@@ -24,6 +24,7 @@ class Arbiter:
     Memory is bounded: live are the chunk activations that are held, from the forward to the
     backward, or to the weight gradient where that is a task of its own; in a forward-only batch,
     until the next stage took the output (`released`). They never exceed ``live_limit * chunks``.
+    A hint may cut weight gradients into pieces: then the same task is chosen once for each.
     A microbatch that enters the stage reserves room for all its chunks, so it can always go on:
     that is why no limit deadlocks (docs/correctness.md).
 
@@ -50,6 +51,8 @@ class Arbiter:
         self._most_live = unbounded if hint.fixed_order else place.live_limit * place.chunks
         self._hint = hint
         self._splits_weight = hint.splits_weight and not forward_only
+        self._weight_pieces = hint.weight_pieces
+        self._pieces_left = hint.weight_pieces  # of the oldest weight gradient
         self.forward_only = forward_only
         chunks = range(place.chunks)
         self._next_forwards = [Task(FORWARD, 0, chunk) for chunk in chunks]
@@ -183,6 +186,10 @@ class Arbiter:
                 self.live -= 1
         elif kind is WEIGHT:
             assert task == self._deferred[0]
+            self._pieces_left -= 1
+            if self._pieces_left:  # the same task again, until its last piece
+                return
+            self._pieces_left = self._weight_pieces
             self._deferred.popleft()
             self.live -= 1
             return

@@ -63,7 +63,8 @@ class Run:
     groups: Any
     place: Place
     forward_only: bool
-    splits_weight: bool
+    weight_pieces: int
+    """Tasks that make up the weight gradient of a microbatch; 0 where it is not split off."""
     collect_non_loss_data: bool
     first_val_step: bool | None
     arbiter: Arbiter

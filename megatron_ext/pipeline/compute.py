@@ -56,12 +56,12 @@ class Compute:
         chunk = run.chunks[task.chunk]
         last = task.microbatch == run.batch.end - 1 and reduces
         if task.kind is WEIGHT:
-            chunk.weight_gradients.run(last)
-            if last:
+            complete = chunk.weight_gradients.run(last, run.weight_pieces)
+            if last and complete:
                 self._chunk_done(run, chunk)
             return
         splitting = (
-            chunk.weight_gradients.collect() if run.splits_weight else contextlib.nullcontext()
+            chunk.weight_gradients.collect() if run.weight_pieces else contextlib.nullcontext()
         )
         with splitting:
             if task.kind is FORWARD:
@@ -72,7 +72,7 @@ class Compute:
             if last and alone and (run.config.grad_sync_func is None or self._stage == 0):
                 chunk.gradient_sync.enable()
             self._backward(task, run, chunk)
-        if run.splits_weight:
+        if run.weight_pieces:
             chunk.weight_gradients.seal()
         elif last:
             self._chunk_done(run, chunk)

@@ -67,8 +67,13 @@ class Hint:
 
     splits_weight = False
     """Whether backwards leave their weight gradients for tasks of their own."""
+    weight_pieces = 1
+    """Tasks into which the weight gradient of a microbatch is cut, layer after layer. The
+    microbatch is held until the last one is done."""
     live_limit = "2p"
     """Live limit where the user gives none."""
+    tapers = False
+    """Whether without chunks the limit falls by one from stage to stage; see `tapered`."""
     fixed_order = False
     """Whether the order is fixed and bounds memory by itself."""
 
@@ -87,6 +92,8 @@ class BackwardForward(Hint):
     that is ready waits for at most one backward.
     """
 
+    tapers = True
+
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         if ready.backwards and (ready.last != BACKWARD or not ready.forwards):
             return ready.backward
@@ -102,6 +109,7 @@ class BackwardForwardWeight(BackwardForward):
 
     splits_weight = True
     live_limit = "p"
+    tapers = False
 
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         return super().choose(ready) or ready.weight
@@ -139,8 +147,20 @@ class BackwardForwardWeightByRoom(BackwardForwardWeightByDepth):
         return super().choose(ready)
 
 
+class BackwardForwardWeightInPieces(BackwardForwardWeightByRoom):
+    """BFW by room, with the weight gradient of a microbatch in four tasks.
+
+    Whatever becomes ready while a weight gradient runs then waits for a quarter of it at most. In
+    simulation at 1F1B's own memory that is worth as much again as splitting it off.
+    """
+
+    weight_pieces = 4
+
+
 class ForwardBackward(Hint):
     """FB: alternate like BF, a round trying the forward first."""
+
+    tapers = True
 
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         if ready.forwards and (ready.last != FORWARD or not ready.backwards):
@@ -151,12 +171,16 @@ class ForwardBackward(Hint):
 class BackwardPriority(Hint):
     """Backwards as long as any is ready."""
 
+    tapers = True
+
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         return ready.backward or ready.forward
 
 
 class ForwardPriority(Hint):
     """Forwards as long as any is ready."""
+
+    tapers = True
 
     def choose(self, ready: ReadySet) -> Task | None:  # noqa: D102
         return ready.forward or ready.backward
@@ -223,6 +247,7 @@ HINTS: dict[str, type[Hint]] = {
     "bfw": BackwardForwardWeight,
     "bfw-depth": BackwardForwardWeightByDepth,
     "bfw-room": BackwardForwardWeightByRoom,
+    "bfw-pieces": BackwardForwardWeightInPieces,
     "fb": ForwardBackward,
     "b-priority": BackwardPriority,
     "f-priority": ForwardPriority,

@@ -34,3 +34,18 @@ def parse_live_limit(text: str, depth: int) -> int:
     if limit < 1:
         raise ValueError(f"{text!r} allows no microbatch at all; the least is 1")
     return limit
+
+
+def tapered(limit: int, stage: int, depth: int) -> int:
+    """The limit of a stage where it falls along the pipeline, as 1F1B's depth does.
+
+    Where backwards are whole, a stage far down the pipeline gains nothing from being as far ahead
+    as the first one: its forwards only come in the way of backwards that the first one waits for.
+    A limit of `depth` gives 1F1B's own depth on every stage.
+
+    Args:
+        limit: Of the first stage.
+        stage: Number of the stage, from 0.
+        depth: Number of pipeline stages.
+    """
+    return limit - min(stage, stage * (limit - 1) // max(depth - 1, 1))

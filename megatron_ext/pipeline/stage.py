@@ -37,7 +37,7 @@ from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, Messag
 from megatron_ext.pipeline.compute import Compute
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.jitter import Jitter
-from megatron_ext.pipeline.live_limit import parse_live_limit
+from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
 from megatron_ext.pipeline.random_state import RandomStates
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace
@@ -245,9 +245,10 @@ class StageExecutor:
         first_val_step: bool | None,
     ) -> Run:
         """A run with its first batch, whose messages may come in."""
-        place = Place(
-            self._stage, self._depth, num_microbatches, self._live_limit, chunks=len(chunks)
-        )
+        limit = self._live_limit
+        if self._hint.tapers and len(chunks) == 1 and not forward_only:
+            limit = tapered(limit, self._stage, self._depth)
+        place = Place(self._stage, self._depth, num_microbatches, limit, chunks=len(chunks))
         try:
             # Without backwards nothing is left to rank, and a fixed order would wait for them.
             hint = BackwardForward(place) if forward_only else self._hint(place)
@@ -261,7 +262,7 @@ class StageExecutor:
             groups=groups,
             place=place,
             forward_only=forward_only,
-            splits_weight=hint.splits_weight and not forward_only,
+            weight_pieces=hint.weight_pieces if hint.splits_weight and not forward_only else 0,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             arbiter=Arbiter(place, hint, forward_only=forward_only),

@@ -26,6 +26,7 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from megatron_ext.pipeline.transformer_engine import delayed_layers
 
 _current: WeightGradients | None = None
+_DONE: tuple[Callable[[], None], torch.Tensor | None] = (lambda: None, None)
 
 
 def current() -> WeightGradients | None:
@@ -58,6 +59,7 @@ class WeightGradients:
         self._delayed = delayed_layers(model)
         self._filling: list[tuple[Callable[[], None], torch.Tensor | None]] = []
         self._waiting: deque[list[tuple[Callable[[], None], torch.Tensor | None]]] = deque()
+        self._pieces_done = 0
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
@@ -81,17 +83,30 @@ class WeightGradients:
         self._waiting.append(self._filling)
         self._filling = []
 
-    def run(self, last: bool) -> None:
-        """Compute and accumulate the weight gradients of the oldest waiting microbatch.
+    def run(self, last: bool, pieces: int = 1) -> bool:
+        """Compute and accumulate a piece of the weight gradients of the oldest waiting microbatch.
 
         Args:
             last: Whether it is the last microbatch of the batch, after which the gradients of
                 these weights are complete and their reduction may start.
+            pieces: Into how many they are cut; the same for all pieces of a microbatch.
+
+        Returns:
+            Whether it was the microbatch's last piece.
         """
-        for work, weight in self._waiting.popleft():
+        works = self._waiting[0]
+        start, end = (len(works) * n // pieces for n in (self._pieces_done, self._pieces_done + 1))
+        for number in range(start, end):
+            work, weight = works[number]
             work()
+            works[number] = _DONE  # drops the operands
             if last and weight is not None:
                 self._complete(weight)
+        self._pieces_done = (self._pieces_done + 1) % pieces
+        if self._pieces_done:
+            return False
+        self._waiting.popleft()
+        return True
 
     def _complete(self, weight: torch.Tensor) -> None:
         """Tell data parallelism, where it overlaps its reduction, that a gradient is complete."""

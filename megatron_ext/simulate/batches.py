@@ -10,26 +10,7 @@ from dataclasses import replace
 
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.hints import Place
-from megatron_ext.pipeline.task import Kind, Task
 from megatron_ext.simulate.pipeline import Clipping, Pipeline, Policy
-
-
-class PiecewiseArbiter(Arbiter):
-    """Runs weight gradients in pieces, with other tasks in between, as if layer by layer.
-
-    A microbatch is held until the last piece is done.
-    """
-
-    weight_pieces = 1
-    _pieces_done = 0
-
-    def completed(self, task: Task) -> None:
-        """As in the base class; only the last piece of a weight gradient completes it."""
-        if task.kind is Kind.WEIGHT:
-            self._pieces_done = (self._pieces_done + 1) % self.weight_pieces
-            if self._pieces_done:
-                return
-        super().completed(task)
 
 
 class Batches:
@@ -41,7 +22,7 @@ class Batches:
         # Without exact clipping there is one gradient buffer, and the next batch waits for it.
         self._holds_backwards = policy.clipping is not Clipping.EXACT
         self._hint = policy.hint_class
-        self._limits = policy.limits(pipeline.stages)
+        self._limits = policy.limits(pipeline.stages, pipeline.chunks)
 
     @property
     def drains_after(self) -> int:
@@ -87,9 +68,4 @@ class Batches:
             stage, pipeline.stages, pipeline.microbatches, self._limits[stage], pipeline.chunks
         )
         # A fixed order is one over all batches, or it would end with the first.
-        hint = self._hint(replace(place, microbatches=self.drains_after))
-        if pipeline.weight_pieces == 1:
-            return Arbiter(place, hint)
-        arbiter = PiecewiseArbiter(place, hint)
-        arbiter.weight_pieces = pipeline.weight_pieces
-        return arbiter
+        return Arbiter(place, self._hint(replace(place, microbatches=self.drains_after)))

@@ -94,7 +94,7 @@ class _Run:
         self.pipeline = pipeline
         self.hint: type[Hint] = policy.hint_class
         splits = self.hint.splits_weight
-        pieces = pipeline.weight_pieces if splits else 1
+        pieces = self.hint.weight_pieces if splits else 1
         self.rows = times.rows(splits, pieces)
         self.tasks = pipeline.all_microbatches * pipeline.chunks * (2 + splits * pieces)
         self.blocking = blocking

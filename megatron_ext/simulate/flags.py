@@ -76,13 +76,6 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         help="part of a backward that is weight gradients, for hints that split (default 0.5)",
     )
     group.add_argument(
-        "--weight-pieces",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tasks per weight gradient, such as one per layer (training has one)",
-    )
-    group.add_argument(
         "--durations",
         type=Path,
         metavar="FILE",
@@ -244,7 +237,6 @@ def given_pipeline(args: argparse.Namespace, stages: int, microbatches: int) -> 
         norm_latency=args.norm_latency,
         task_overhead=args.task_overhead or 0.0,
         agreement=args.agreement,
-        weight_pieces=args.weight_pieces,
     )
 
 

@@ -99,7 +99,7 @@ class Job:
     def tasks(self, policy: Policy) -> int:
         """How many tasks a run has."""
         pipeline = self.pipeline
-        kinds = 2 + policy.hint_class.splits_weight * pipeline.weight_pieces
+        kinds = 2 + policy.hint_class.splits_weight * policy.hint_class.weight_pieces
         return kinds * pipeline.pipeline_ranks * pipeline.chunks * pipeline.all_microbatches
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from megatron_ext.pipeline.hints import BackwardForward
 from megatron_ext.progress import ProgressLine
 from megatron_ext.simulate import paper_settings as paper
 from megatron_ext.simulate.jitter_law import JitterLaw
@@ -18,9 +19,16 @@ from megatron_ext.simulate.paper_model import (
 from megatron_ext.simulate.paper_settings import Setting
 from megatron_ext.simulate.pipeline import BASELINE, Policy
 
-BF, BFW = Policy("bf", "32"), Policy("bfw", "32")
+
+class EvenBackwardForward(BackwardForward):
+    """The paper's BF, whose limit is the same on every stage."""
+
+    tapers = False
+
+
+BF, BFW = Policy(f"{__name__}:EvenBackwardForward", "32"), Policy("bfw", "32")
 _FIXED = Policy("1f1b", "32")
-_ROOM = Policy("bfw-room", "p")
+_PIECES = Policy("bfw-pieces", "p")
 
 Lines = Iterator[str]
 
@@ -53,7 +61,7 @@ def _speedups(settings: tuple[Setting, ...]) -> Callable[[range], Lines]:
         yield from _head(
             "model", "layout", "F (ms)",
             "paper BF", "BF, free messages", "BF", "1F1B's order at 32",
-            "paper BFW", "BFW", "`bfw-room` at `p`",
+            "paper BFW", "BFW", "`bfw-pieces` at `p`",
         )  # fmt: skip
         for setting in settings:
 
@@ -75,7 +83,7 @@ def _speedups(settings: tuple[Setting, ...]) -> Callable[[range], Lines]:
                     speedup(_FIXED),
                     f"{setting.seconds_1f1b / setting.seconds_bfw:.2f}",
                     speedup(BFW),
-                    speedup(_ROOM),
+                    speedup(_PIECES),
                 ]
             )
 
@@ -101,7 +109,7 @@ def _table_3(seeds: range) -> Lines:
 
 def _table_6(seeds: range) -> Lines:
     yield from _head(
-        "level", "paper 1F1B", "simulated", "paper BF", "simulated", "`bfw-room` at `p`", words=1
+        "level", "paper 1F1B", "simulated", "paper BF", "simulated", "`bfw-pieces` at `p`", words=1
     )
     setting = paper.TABLE_6_SETTING
     for level, (fixed, ready) in paper.TABLE_6.items():
@@ -121,7 +129,7 @@ def _table_6(seeds: range) -> Lines:
                 measured(BASELINE, True),
                 f"{ready:.1%}",
                 measured(BF, False),
-                measured(_ROOM, False),
+                measured(_PIECES, False),
             ]
         )
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.hints import Hint, Place
-from megatron_ext.pipeline.live_limit import parse_live_limit
+from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
 from megatron_ext.simulate.schedules import AllForwardsFirst, find_schedule, least_limit
 
 
@@ -35,8 +35,6 @@ class Pipeline:
     """Ranks that share every task; it takes as long as on the slowest of them."""
     replicas: int = 1
     """Data-parallel copies of the pipeline; they meet in the reduction of gradients."""
-    weight_pieces: int = 1
-    """Tasks in which a weight gradient runs, such as one per layer; in training it is one."""
     update: float = 0.0
     """Time of an optimizer step on a stage."""
     reduction: float = 0.0
@@ -56,7 +54,6 @@ class Pipeline:
             ("--iterations", self.iterations),
             ("--tensor-parallel", self.tensor_parallel),
             ("--replicas", self.replicas),
-            ("--weight-pieces", self.weight_pieces),
         ):
             if count < 1:
                 raise UsageError(f"{flag} {count}: it must be at least 1")
@@ -126,7 +123,7 @@ class Policy:
         """The limit, as the user wrote it or the hint sets it."""
         return self.live_limit or self.hint_class.live_limit
 
-    def limits(self, stages: int) -> list[int]:
+    def limits(self, stages: int, chunks: int = 1) -> list[int]:
         """The limit of every stage, in microbatches.
 
         Raises:
@@ -141,7 +138,11 @@ class Policy:
                 f"--live-limit {self.limit_text}: {len(limits)} limits for {stages} stages; give "
                 "one, or one per stage"
             )
-        return limits * stages if len(limits) == 1 else limits
+        if len(limits) > 1:
+            return limits
+        if self.hint_class.tapers and chunks == 1:
+            return [tapered(limits[0], stage, stages) for stage in range(stages)]
+        return limits * stages
 
     def check(self, pipeline: Pipeline) -> None:
         """Refuse what cannot run.
@@ -149,7 +150,7 @@ class Policy:
         Raises:
             UsageError: The hint refuses the pipeline.
         """
-        limits = self.limits(pipeline.stages)
+        limits = self.limits(pipeline.stages, pipeline.chunks)
         place = Place(0, pipeline.stages, pipeline.microbatches, limits[0], pipeline.chunks)
         try:
             self.hint_class(place)

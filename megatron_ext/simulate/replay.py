@@ -55,7 +55,8 @@ class Replay:
         peak = -(-self.run.peak_live // self.run.chunks)
         best, best_score = Policy("1f1b"), -1.0
         for hint, known in HINTS.items():
-            if known.splits_weight != self.run.splits_weight:
+            pieces = known.weight_pieces if known.splits_weight else 0
+            if pieces != self.run.weight_pieces:
                 continue
             for limit in dict.fromkeys((str(peak), "p", "1.5p", "2p")):
                 policy = Policy(hint, limit)

@@ -54,4 +54,9 @@ def traced_policy(args: argparse.Namespace, replay: Replay) -> Policy:
             f"--traced-hint {args.traced_hint}: the trace {does} weight-gradient tasks; "
             "it is of another hint"
         )
+    if replay.run.splits_weight and policy.hint_class.weight_pieces != replay.run.weight_pieces:
+        raise UsageError(
+            f"--traced-hint {args.traced_hint}: the trace has {replay.run.weight_pieces} tasks per "
+            f"weight gradient, not {policy.hint_class.weight_pieces}; it is of another hint"
+        )
     return policy

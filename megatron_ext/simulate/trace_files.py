@@ -18,6 +18,7 @@ from megatron_ext.pipeline.batch_statistics import (
     TaskSpan,
 )
 from megatron_ext.pipeline.clock_reading import ClockReading
+from megatron_ext.pipeline.hints import Hint
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace
 from megatron_ext.pipeline.trace_window import TraceWindow
@@ -47,13 +48,12 @@ def write_traces(folder: Path, pipeline: Pipeline, policy: Policy, outcome: Outc
         place = RankPlace(ranks[stage], pipeline.pipeline_ranks, stage, ranks)
         trace = Trace(TraceWindow(folder), place, timeout_s=0)
         trace.begin(ClockReading(run, "simulated", 0.0, 0.0), 0.0)
-        splits = policy.hint_class.splits_weight
-        for batch in batches(pipeline, recording, stage, splits_weight=splits):
+        for batch in batches(pipeline, recording, stage, hint=policy.hint_class):
             trace.write(batch)
 
 
 def batches(
-    pipeline: Pipeline, recording: Recording, stage: int, *, splits_weight: bool
+    pipeline: Pipeline, recording: Recording, stage: int, *, hint: type[Hint]
 ) -> Iterator[BatchStatistics]:
     """What the runtime would have noted of every batch of a stage.
 
@@ -61,7 +61,7 @@ def batches(
     one before.
     """
     size, chunks = pipeline.microbatches, pipeline.chunks
-    held = Kind.WEIGHT if splits_weight else Kind.BACKWARD
+    frees, pieces = (Kind.WEIGHT, hint.weight_pieces) if hint.splits_weight else (Kind.BACKWARD, 1)
     waits = _waits(recording, pipeline.decision)
     ended = 0.0
     for number in range(pipeline.iterations):
@@ -70,12 +70,13 @@ def batches(
         batch = BatchStatistics(forward_only=False, number=number, iteration=number + 1)
         batch.started, ended = ended * _SECONDS, max(ran[-1].ended, ended)
         batch.ended = ended * _SECONDS
-        live = peak = 0
+        live = peak = freed = 0
         for one in ran:
             kind, microbatch, chunk = one.task
             task = Task(kind, microbatch % size, chunk)
             batch.tasks.append(TaskSpan(task, one.started * _SECONDS, one.ended * _SECONDS))
-            live += (kind is Kind.FORWARD) - (kind is held)
+            freed += kind is frees  # weight gradients run in order, so only their number counts
+            live += (kind is Kind.FORWARD) - (kind is frees and not freed % pieces)
             peak = max(peak, live)
             batch.loads.append(Load(one.ended * _SECONDS, 0, live))
             if header := _sent(pipeline, stage, task, number):

@@ -6,6 +6,7 @@ Times are milliseconds on the first rank's clock.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,8 @@ class TracedRun:
     chunks: int
     replicas: int
     microbatches: int
-    splits_weight: bool
+    weight_pieces: int
+    """Tasks that make up the weight gradient of a microbatch; 0 where it is not split off."""
     peak_live: int
     batches: list[TracedBatch]
     hop_latency: float
@@ -51,6 +53,11 @@ class TracedRun:
     waits for it begins, less the overhead of the task that it then runs."""
     task_overhead: float
     """Mean time between two tasks with no wait between them."""
+
+    @property
+    def splits_weight(self) -> bool:
+        """Whether weight gradients were tasks of their own."""
+        return self.weight_pieces > 0
 
 
 def read_traces(folder: Path) -> TracedRun:
@@ -69,13 +76,14 @@ def read_traces(folder: Path) -> TracedRun:
         raise UsageError(f"--from-trace {folder}: no training iteration is complete on all ranks")
     microbatches = 1 + max(task.task.microbatch for task in tasks)
     chunks = 1 + max(task.task.chunk for task in tasks)
-    splits = any(task.task.kind is Kind.WEIGHT for task in tasks)
+    counts = Counter(task.task.kind for task in tasks)
+    pieces = round(counts[Kind.WEIGHT] / max(counts[Kind.BACKWARD], 1))
     overhead = _task_overhead(ordered, sorted(complete))
     messages = _messages(ordered, overhead)
     hop = statistics.median(latency for *_, latency in messages) if messages else 0.0
     batches = []
     for number in sorted(complete):
-        batch = _batch(ordered, number, microbatches, chunks, splits, overhead)
+        batch = _batch(ordered, number, microbatches, chunks, pieces > 0, overhead)
         if batch is None:  # cut off, or of another size
             continue
         _fill_hops(batch, ordered, number, messages, hop)
@@ -87,7 +95,7 @@ def read_traces(folder: Path) -> TracedRun:
         chunks=chunks,
         replicas=len(by_pipeline),
         microbatches=microbatches,
-        splits_weight=splits,
+        weight_pieces=pieces,
         peak_live=max(rank.peak_live for rank in ordered),
         batches=batches,
         hop_latency=hop,
@@ -129,18 +137,20 @@ def _batch(
     Where the time before a task differs from the mean overhead, the difference goes to the task.
     """
     shape = (len(ranks) * chunks, microbatches)
-    tables: dict[Kind, Array] = {kind: np.full(shape, np.nan) for kind in _COMPUTED}
-    if not splits:
-        tables[Kind.WEIGHT][:] = 0
+    tables: dict[Kind, Array] = {kind: np.zeros(shape) for kind in _COMPUTED}
+    ran_at_all = {kind: np.zeros(shape, dtype=bool) for kind in _COMPUTED}
+    ran_at_all[Kind.WEIGHT][:] = not splits
     orders = []
     for index, rank in enumerate(ranks):
         for ran in rank.tasks[number]:
             kind, microbatch, chunk = ran.task
-            tables[kind][index * chunks + chunk, microbatch] = ran.ended - ran.started
+            # Several times where a hint cuts weight gradients into pieces.
+            tables[kind][index * chunks + chunk, microbatch] += ran.ended - ran.started
+            ran_at_all[kind][index * chunks + chunk, microbatch] = True
         for (kind, microbatch, chunk), gap in rank.gaps(number):
             tables[kind][index * chunks + chunk, microbatch] += gap - overhead
         orders.append([ran.task for ran in rank.tasks[number]])
-    if any(np.isnan(table).any() for table in tables.values()):
+    if not all(ran.all() for ran in ran_at_all.values()):
         return None
     for table in tables.values():
         np.maximum(table, 0, out=table)

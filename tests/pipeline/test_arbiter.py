@@ -74,13 +74,14 @@ READINESS_DRIVEN = [name for name, hint in HINTS.items() if not hint.fixed_order
 
 
 def check_complete_and_ordered(outcome: Outcome, case: Case) -> None:
-    kinds = (FORWARD, BACKWARD) + (WEIGHT,) * HINTS[case.hint].splits_weight
+    hint = HINTS[case.hint]
+    times = {FORWARD: 1, BACKWARD: 1} | ({WEIGHT: hint.weight_pieces} if hint.splits_weight else {})
     for order in outcome.orders:
-        assert len(order) == len(kinds) * case.chunks * case.microbatches
-        for kind in kinds:
+        assert len(order) == sum(times.values()) * case.chunks * case.microbatches
+        for kind, pieces in times.items():
             for chunk in range(case.chunks):
                 done = [t.microbatch for t in order if (t.kind, t.chunk) == (kind, chunk)]
-                assert done == list(range(case.microbatches))
+                assert done == [m for m in range(case.microbatches) for _ in range(pieces)]
 
 
 @given(
@@ -218,6 +219,7 @@ class MiddleStage(RuleBasedStateMachine):
     def begin(self, hint: str) -> None:
         place = Place(1, 3, self.microbatches, self.limit, self.chunks)
         self.splits = HINTS[hint].splits_weight
+        self.pieces = self.pieces_left = HINTS[hint].weight_pieces
         self.arbiter = Arbiter(place, HINTS[hint](place))
         self.arrived: set[Task] = set()
         self.done: dict[tuple[Kind, int], int] = {
@@ -249,10 +251,11 @@ class MiddleStage(RuleBasedStateMachine):
         if kind is WEIGHT:
             assert self.splits
             assert microbatch < self.done[BACKWARD, chunk]
+            self.pieces_left = (self.pieces_left - 1) or self.pieces
         else:
             assert task in self.arrived
         self.arbiter.completed(task)
-        self.done[kind, chunk] += 1
+        self.done[kind, chunk] += kind is not WEIGHT or self.pieces_left == self.pieces
 
     @invariant()
     def agrees_with_the_model(self) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.pipeline.live_limit import parse_live_limit
+from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,18 @@ def test_forms(text: str, limit: int) -> None:
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="microbatch"):
         parse_live_limit(text, 8)
+
+
+@pytest.mark.parametrize(
+    ("limit", "limits"),
+    [
+        (1, [1, 1, 1, 1]),
+        (2, [2, 2, 2, 1]),
+        (3, [3, 3, 2, 1]),
+        (4, [4, 3, 2, 1]),
+        (8, [8, 7, 6, 5]),
+    ],
+)
+def test_a_limit_that_falls_along_the_pipeline(limit: int, limits: list[int]) -> None:
+    assert [tapered(limit, stage, 4) for stage in range(4)] == limits
+    assert tapered(limit, 0, 1) == limit

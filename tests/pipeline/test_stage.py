@@ -24,7 +24,7 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce"
 SETTINGS = [
     ("pp2", 2, PP2, [*HINTS]),
     ("pp4", 4, PP4, ["bf", "bfw-depth"]),
-    ("pp2-dp2-distributed-optimizer", 4, f"{PP2} {OVERLAP}", ["bf", "bfw-depth"]),
+    ("pp2-dp2-distributed-optimizer", 4, f"{PP2} {OVERLAP}", ["bf", "bfw-depth", "bfw-pieces"]),
     (
         "pp2-dp2-overlapped-gather",
         4,
@@ -55,7 +55,7 @@ SETTINGS = [
         f"{PP2} {VPP2} {OVERLAP} --overlap-param-gather --bf16",
         ["bf", "bfw-depth"],
     ),
-    ("pp2-tp2", 4, f"{PP2} {TP2}", ["bf", "bfw-depth", "1f1b"]),
+    ("pp2-tp2", 4, f"{PP2} {TP2}", ["bf", "bfw-depth", "bfw-pieces", "1f1b"]),
     ("pp2-tp2-vpp2-bf16", 4, f"{PP2} {TP2} {VPP2} --bf16", ["bfw-depth"]),
     # Eight processes share few cores here, so the batches are small.
     ("pp2-tp4", 8, f"{PP2} --tensor-model-parallel-size 4 --global-batch-size 4", ["bfw-depth"]),

@@ -149,7 +149,6 @@ def test_other_files_are_refused(
         ("--from-trace x --jitter J1", "--jitter and --from-trace"),
         ("--from-trace /no/such", "--from-trace: /no/such is no directory"),
         ("--durations x --stages 3", "--stages and --durations"),
-        ("--weight-pieces 0", "--weight-pieces 0"),
     ],
 )
 def test_bad_input_is_one_clear_line(

@@ -53,14 +53,21 @@ def test_simulated_traces_are_traces(flags: str, tmp_path: Path) -> None:
     check_events(load(joined)[1])
 
 
-@pytest.mark.parametrize("policy", ["bf 2p", "bfw-depth p", "b-priority 2p", "1f1b p", "fb p"])
+@pytest.mark.parametrize(
+    "policy", ["bf 2p", "bfw-depth p", "bfw-pieces p", "b-priority 2p", "1f1b p", "fb p"]
+)
 def test_a_simulated_run_is_predicted_and_recognized(
     policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hint, limit = policy.split()
     folder = trace(tmp_path, f"--hint {hint} --live-limit {limit} --update 0.5")
     found = asked(folder, "--hint bf", capsys)
-    if hint in ("bf", "b-priority", "1f1b"):  # others may run in the order of one named earlier
+    if hint in (
+        "bf",
+        "bfw-pieces",
+        "b-priority",
+        "1f1b",
+    ):  # others may run in the order of one named earlier
         assert found["traced_policy"].split()[0] == hint
     assert found["task_overhead"] == pytest.approx(0.05, rel=0.02)
     assert found["hop_latency"] == pytest.approx(0.3, rel=0.02)
