@@ -194,6 +194,16 @@ def test_links_out_of_the_docs(
     assert ("is not there" in caplog.text) == ("missing" in link)
 
 
+def test_a_page_without_a_place_comes_last_in_one_section(hook: Callable[[str], Any]) -> None:
+    names = ["index.md", "new.md", "hints.md"]
+    files = SimpleNamespace(
+        documentation_pages=lambda: [SimpleNamespace(src_uri=name) for name in names]
+    )
+    config = SimpleNamespace(nav=[{"Home": "index.md"}, {"In depth": ["hints.md"]}])
+    hook("navigation").on_files(files, config=config)
+    assert config.nav == [{"Home": "index.md"}, {"In depth": ["hints.md", "new.md"]}]
+
+
 def test_prose_names_only_flags_that_exist() -> None:
     ours = flags_of(arguments.add_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     prefix = r"--(?:rrfp|pipedream-2bw|collapse|pipeline-schedule)[a-z0-9-]*\*?"
