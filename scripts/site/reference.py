@@ -2,8 +2,8 @@
 
 A page holds a line such as ``<!-- generated: flags -->``. Flags come from the parsers that
 trainings and commands use, scripts from their first lines, and metrics from the names that are
-logged. What a metric means stands once, in the tables of the pages in `MEANINGS`; a metric
-without a row there ends the build.
+logged. What a metric means stands once, in a table ``| metric | what it says |`` of a page in
+docs/; a metric without a row there ends the build.
 """
 
 from __future__ import annotations
@@ -29,13 +29,9 @@ from megatron_ext.pipeline import metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COLLAPSE_METRICS = ROOT / "megatron_ext" / "collapse" / "callback.py"
-MEANINGS = ("docs/tracing.md", "docs/pipedream-2bw.md", "docs/collapse.md")
-"""Pages with a table whose first column names metrics."""
-
 _MARK = re.compile(r"^<!-- generated: (?P<name>\S+) -->$", re.MULTILINE)
-_ROW = re.compile(
-    r"^\| (?P<names>`(?:rrfp|pipedream-2bw|collapse)/.*?) \| (?P<meaning>.*) \|$", re.MULTILINE
-)
+_TABLE = re.compile(r"^\| metric \| what it says \|\n\| --- \| --- \|\n(?P<rows>(?:\|.*\n)+)", re.M)
+_ROW = re.compile(r"^\| (?P<names>`.*?) \| (?P<meaning>.*) \|$", re.M)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -159,20 +155,22 @@ def metric_table() -> str:
     meanings = _meanings()
     names = metric_names()
     if missing := [name for name in names if name not in meanings]:
-        raise PluginError(f"no row of {' or '.join(MEANINGS)} says what {missing[0]!r} means")
+        raise PluginError(f"no table of metrics in docs/ says what {missing[0]!r} means")
     if stale := [name for name in meanings if name not in names]:
-        raise PluginError(f"{' or '.join(MEANINGS)} describes {stale[0]!r}, which is not logged")
+        raise PluginError(f"a table of metrics in docs/ has {stale[0]!r}, which is not logged")
     rows = ["| metric | unit | what it says |", "| --- | --- | --- |"]
     rows += [f"| `{name}` | {_unit(name)} | {meanings[name]} |" for name in names]
     return "\n".join(rows)
 
 
 def _meanings() -> dict[str, str]:
+    """What the tables of metrics in docs/ say, by name."""
     found = {}
-    for page in MEANINGS:
-        for row in _ROW.finditer((ROOT / page).read_text()):
-            for name in re.findall(r"`([^`]+)`", row["names"]):
-                found[name] = row["meaning"]
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for table in _TABLE.finditer(page.read_text()):
+            for row in _ROW.finditer(table["rows"]):
+                for name in re.findall(r"`([^`]+)`", row["names"]):
+                    found[name] = row["meaning"]
     return found
 
 

@@ -165,7 +165,7 @@ def test_a_metric_that_is_gone_ends_the_build(
     hook: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "FIGURES", metrics.FIGURES[1:])
-    with pytest.raises(PluginError, match="bubble fraction', which is not logged"):
+    with pytest.raises(PluginError, match="has 'rrfp/bubble fraction', which is not logged"):
         hook("reference").metric_table()
 
 
