@@ -6,6 +6,7 @@ import argparse
 import ast
 import csv
 import glob
+import re
 import sys
 import types
 import warnings
@@ -30,11 +31,13 @@ from tests.docs.examples import (
 WITH_BLOCKS = [page for page in PAGES if blocks(page)]
 NAMES = [str(page.relative_to(REPOSITORY)) for page in WITH_BLOCKS]
 
-# Words that stand for something of the reader's.
-PLACEHOLDERS = {"...", "YOUR", "FLAGS", "SCRIPT", "SCRIPT.py"}
+# Words that stand for something of the reader's, and what sends a command to the background.
+PLACEHOLDERS = {"...", "YOUR", "FLAGS", "SCRIPT", "SCRIPT.py", "&"}
 # Programs of others, of which only the name is checked.
 OTHERS = {"cd", "git", "lint-imports", "mkdir", "mkdocs", "mypy", "pip", "ruff", "source", "tail"}
 OTHERS |= {"scancel", "squeue", "touch", "wandb"}
+# Words of the shell's own; the commands between them are checked.
+OTHERS |= {"do", "done", "fi", "for", "if"}
 # Programs that start one of our scripts.
 STARTERS = {"bash", "python", "sbatch"}
 
@@ -191,7 +194,8 @@ def _check_script(words: list[str], where: str) -> None:
                 assert (REPOSITORY / word).exists(), where
         return
     program = path.with_suffix(".py")
-    known = {
+    known = set(re.findall(r"--[a-z][a-z-]*", path.read_text() if path.suffix != ".py" else ""))
+    known |= {
         node.value
         for node in ast.walk(ast.parse(program.read_text() if program.exists() else ""))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
