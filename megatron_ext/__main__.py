@@ -16,19 +16,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ext.doctor import OTHER_APEX, is_other_apex
 from megatron_ext.errors import PipelineError, UsageError
+from megatron_ext.python_version import check_python
+from megatron_ext.start_checks import refused_flags
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Install the hooks and run the script; ends the process on any error."""
     options = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
+        check_python()
         script = _script(options.script)
         sys.argv = [str(script), *options.script_args]
         sys.path[0] = str(script.parent)
         _prepare(options)
     except UsageError as error:
         _end(str(error), 2)
+    except ModuleNotFoundError as error:
+        _end(f"{error}: install megatron_ext with what it needs; megatron-ext doctor says more", 2)
     try:
         runpy.run_path(str(script), run_name="__main__")
     except UsageError as error:
@@ -40,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BaseException as error:  # what PyTorch raises for a failed checkpoint is no Exception
         from megatron_ext import hooks
 
+        if (refused := refused_flags(error)) is not None:
+            _end(refused, 2)
         traceback.print_exc()
         _end(hooks.explain(error), 1)
 
@@ -49,6 +57,8 @@ def _prepare(options: argparse.Namespace) -> None:
 
     from megatron_ext import cpu, hooks
 
+    if is_other_apex() and os.environ.get("RANK", "0") == "0":
+        print(f"megatron_ext: warning: {OTHER_APEX}", file=sys.stderr, flush=True)
     if options.cpu:
         cpu.enable()
     elif not torch.cuda.is_available() and not _only_asks(options.script_args):

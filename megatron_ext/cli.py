@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_ext import __version__
 from megatron_ext.errors import UsageError
+from megatron_ext.python_version import MINIMUM_PYTHON, too_old
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ COMMANDS = (
         "simulate a pipeline with the arbiter and the hints of training",
         "megatron_ext.simulate.command",
     ),
+    Command(
+        "wandb-workspace",
+        "make a wandb dashboard of what a training logs",
+        "megatron_ext.wandb_workspace",
+    ),
 )
 
 
@@ -57,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after --help and --version (status 0) and on unknown words (status 2).
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if sys.version_info[:2] < MINIMUM_PYTHON and "doctor" not in words:  # which says more
+        print(f"megatron-ext: error: {too_old()}", file=sys.stderr)
+        return 2
     args = build_parser(words).parse_args(words)
     try:
         return int(args.run(args))

@@ -27,8 +27,8 @@ from typing import Any
 
 from megatron_ext import __version__
 from megatron_ext.errors import UsageError
+from megatron_ext.python_version import MINIMUM_PYTHON, too_old
 
-MINIMUM_PYTHON = (3, 12)
 TORCH = ">=2.6"
 
 ERROR = "error"
@@ -44,8 +44,8 @@ HOOK_GROUPS = {
     "WHEEL_HOOKS": EVERY_RUN,
     "CPU_HOOKS": CPU,
     "RRFP_HOOKS": RRFP,
-    "WEIGHT_GRADIENT_HOOKS": "--rrfp-hint bfw, bfw-depth",
-    "TRANSFORMER_ENGINE_HOOKS": "--rrfp-hint bfw, bfw-depth",
+    "WEIGHT_GRADIENT_HOOKS": "--rrfp-hint bfw...",
+    "TRANSFORMER_ENGINE_HOOKS": "--rrfp-hint bfw...",
     "METRICS_HOOKS": "--tensorboard-dir, --wandb-project",
     "JITTER_HOOKS": "--rrfp-jitter",
     "UPDATE_HOOKS": "--pipedream-2bw",
@@ -105,6 +105,12 @@ PACKAGES = (
         missing=WARNING,
     ),
     Package(
+        "wandb-workspaces",
+        "wandb_workspaces",
+        "dashboards: `megatron-ext wandb-workspace`",
+        "pip install wandb-workspaces",
+    ),
+    Package(
         "transformer-engine",
         "transformer_engine",
         "GPU layers, FP8: Megatron's --transformer-impl transformer_engine",
@@ -122,6 +128,12 @@ APEX = Package(
     "apex",
     "fused CUDA kernels of Megatron's local layers and optimizers",
     "build it from NVIDIA's source; the apex on PyPI is another project",
+)
+
+
+OTHER_APEX = (
+    "the installed apex is not NVIDIA's but another project of that name, and Megatron may take it "
+    "for NVIDIA's: pip uninstall apex"
 )
 
 
@@ -239,8 +251,7 @@ def examine(checkout: Path | None = None) -> Report:
         raise UsageError(f"--megatron {checkout}: no megatron/core in it; name a checkout's root")
     report = Report()
     if sys.version_info[:2] < MINIMUM_PYTHON:
-        wanted = ".".join(map(str, MINIMUM_PYTHON))
-        _add(report, ERROR, f"Python {report.python} is too old: use {wanted} or newer")
+        _add(report, ERROR, too_old())
     _examine_torch(report)
     # As `python -m megatron_ext SCRIPT` does it: what lies beside the script comes first.
     with _first_on_path(checkout):
@@ -435,27 +446,28 @@ def _examine_packages(report: Report) -> None:
 
 def _examine_apex(report: Report) -> None:
     """Tell NVIDIA's apex from the unrelated one by what is in it; both have the same name."""
-    spec = _find_spec(APEX.module)
     version = None
-    if spec is not None:
-        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        if not any((folder / "optimizers" / "__init__.py").is_file() for folder in folders):
+    if is_other_apex():
+        _add(report, WARNING, OTHER_APEX)
+    elif _find_spec(APEX.module) is not None:
+        version = _version(APEX.module)
+        if _find_spec("amp_C") is None:
             _add(
                 report,
                 WARNING,
-                "the installed apex is not NVIDIA's but another project of that name, and "
-                "Megatron may take it for NVIDIA's: pip uninstall apex",
+                "NVIDIA apex is installed without its CUDA extensions, which Megatron would "
+                "use: build it with them, or pip uninstall apex",
             )
-        else:
-            version = _version(APEX.module)
-            if _find_spec("amp_C") is None:
-                _add(
-                    report,
-                    WARNING,
-                    "NVIDIA apex is installed without its CUDA extensions, which Megatron would "
-                    "use: build it with them, or pip uninstall apex",
-                )
     report.packages.append(PackageFacts(APEX.name, version, APEX.purpose))
+
+
+def is_other_apex() -> bool:
+    """Whether an apex is installed that is not NVIDIA's; nothing of it is imported."""
+    spec = _find_spec(APEX.module)
+    if spec is None:
+        return False
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    return not any((folder / "optimizers" / "__init__.py").is_file() for folder in folders)
 
 
 def _version(name: str) -> str:

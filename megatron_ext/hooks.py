@@ -27,7 +27,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megatron_ext import arguments, cpu
+from megatron_ext import arguments, cpu, wandb_run
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline import transformer_engine
 from megatron_ext.pipeline.hints import find_hint
@@ -38,6 +38,7 @@ from megatron_ext.pipeline.jitter import (
     jittered_backward_step,
     jittered_forward_step,
 )
+from megatron_ext.start_checks import check_data
 
 if TYPE_CHECKING:
     from megatron_ext.pipeline.metrics import Metrics
@@ -68,6 +69,7 @@ class Hook:
 
 _executor: StageExecutor | None = None
 _metrics: Metrics | None = None
+_summary: wandb_run.PipelineSummary | None = None
 _jitter: Jitter | None = None
 
 _installed: dict[Hook, tuple[Function, Function]] = {}
@@ -209,6 +211,11 @@ def _set_global_variables(original: Function) -> Function:
         two_versions = arguments.pipedream_2bw_config(args)
         jitter = arguments.jitter_config(args)
         collapse = arguments.collapse_config(args)
+        wandb_run.check(args)
+        if args.rank == 0:  # which reads them in any case; others' disks may lack them
+            check_data(args)
+        if rrfp is not None:
+            _check_transport(rrfp.transport)
         if collapse is not None:
             _check_collapse(collapse, args)
         uninstall(ARGUMENT_HOOKS)
@@ -234,9 +241,30 @@ def _set_global_variables(original: Function) -> Function:
             install(JITTER_HOOKS)
         if collapse is not None:
             install(COLLAPSE_HOOKS)
-        return original(args, *rest, **named)
+        try:
+            result = original(args, *rest, **named)
+        except Exception as error:
+            if (explained := wandb_run.explain(error)) is not None:
+                raise explained from None
+            raise
+        if (wandb := _wandb()) is not None:
+            wandb_run.describe(wandb.run, args)
+        return result
 
     return set_global_variables
+
+
+def _wandb() -> Any:
+    """The wandb module where Megatron writes to it: on the last rank; else None."""
+    from megatron.training.global_vars import get_wandb_writer
+
+    return get_wandb_writer()
+
+
+def _check_transport(name: str) -> None:
+    from megatron_ext.pipeline.transport.choose import check_transport
+
+    check_transport(name, on_gpu=not cpu.enabled())
 
 
 def _check_collapse(config: arguments.CollapseConfig, args: Any) -> None:
@@ -325,11 +353,11 @@ def _training_log(original: Function) -> Function:
 def _log_metrics(iteration: int) -> None:
     """Count the batch that has just run; at the end of a log interval, log what it cost."""
     from megatron.training import get_args
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+    from megatron.training.global_vars import get_tensorboard_writer
 
     from megatron_ext.pipeline.metrics import Metrics
 
-    global _metrics
+    global _metrics, _summary
     if _executor is None or _executor.statistics is None:
         return
     if _metrics is None:
@@ -338,12 +366,15 @@ def _log_metrics(iteration: int) -> None:
     if iteration % get_args().log_interval:
         return
     figures = _metrics.gather()
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    tensorboard, wandb = get_tensorboard_writer(), _wandb()
     if tensorboard is not None:
         for name, value in figures.items():
             tensorboard.add_scalar(name, value, iteration)
     if wandb is not None and figures:
         wandb.log(figures, iteration)
+        if _summary is None:
+            _summary = wandb_run.PipelineSummary(wandb.run.summary)
+        _summary.take(figures, _metrics.batches)
 
 
 def jitter_hooks(jitter: Callable[[], Jitter | None]) -> tuple[Hook, ...]:

@@ -1,12 +1,14 @@
 """Measure the collapse tools on public loss curves: predictions, alarms, fits, speed.
 
 The curves are found through MEGATRON_EXT_CURVES (its default is ../shared/curves beside the
-repository). Prints a table and writes every number as JSON.
+repository). Prints a table and writes every number as JSON. With --cost it measures instead what
+the watch costs in a training, for which it needs no curves.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -66,7 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     parser.add_argument("--points", type=int, default=1_000_000, help="of the speed measurement")
+    parser.add_argument(
+        "--cost",
+        type=int,
+        nargs="?",
+        const=100_000,
+        metavar="STEPS",
+        help="measure what the watch costs a training per step, over so many (default: %(const)s)",
+    )
     args = parser.parse_args(argv)
+    if args.cost is not None:
+        cost = measure_cost(args.cost)
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(cost, indent=2) + "\n")
+        print(
+            f"{cost['microseconds_per_step']:.0f} us per step over {cost['steps']} steps, writing "
+            f"to TensorBoard every {cost['log_interval']}: less than 0.1% of iterations above "
+            f"{cost['iteration_s']:.2f} s"
+        )
+        return 0
     folder = Path(os.environ.get("MEGATRON_EXT_CURVES", REPOSITORY / "../shared/curves"))
     if not (folder / "olmo_ladder.csv").is_file():
         print(f"bench_collapse: error: no olmo_ladder.csv in {folder}", file=sys.stderr)
@@ -171,6 +192,66 @@ def measure_not_collapsing(folder: Path) -> list[dict[str, Any]]:
                 }
             )
     return entries
+
+
+def measure_cost(steps: int, log_interval: int = 10) -> dict[str, float]:
+    """What the watch adds to Megatron's `training_log`, through the hook that a training uses.
+
+    Megatron's own function is replaced by one that does nothing; its arguments, microbatch
+    calculator and TensorBoard writer are real, and losses are tensors.
+    """
+    import torch
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training import global_vars, training
+    from torch.utils.tensorboard import SummaryWriter
+
+    from megatron_ext.arguments import CollapseConfig
+    from megatron_ext.collapse import megatron_loop as loop
+    from megatron_ext.collapse.callback import CollapseCallback, Outlets
+
+    @functools.wraps(training.training_log)
+    def training_log(*args: Any, **named: Any) -> None:
+        """Nothing."""
+
+    t = np.arange(1, steps + 1) / steps
+    reference = Curve("reference", final_loss=3.0, t=t[::100], l=1 + 0.2 * (t[::100] ** -0.2 - 1))
+    noise = np.random.default_rng(0).normal(0, 0.01, steps)
+    losses = torch.tensor(3.1 * (reference.at(t) + noise), dtype=torch.float32)
+    init_num_microbatches_calculator(0, None, 8, 1, 1, False)
+    with tempfile.TemporaryDirectory() as folder:
+        args = argparse.Namespace(
+            log_interval=log_interval,
+            train_iters=steps,
+            train_samples=None,
+            consumed_train_samples=0,
+        )
+        global_vars._GLOBAL_ARGS = args
+        global_vars._GLOBAL_TENSORBOARD_WRITER = SummaryWriter(folder)
+        loop._loop = loop._Loop(CollapseConfig(references=("reference",)))
+        loop._loop.callback = CollapseCallback(
+            [reference],
+            Controls(),
+            MonitorConfig(),
+            steps,
+            Outlets(loop._write_metrics, print, print, facts=lambda step: step.facts),
+        )
+        watched = loop.watched_training_log(training_log)
+        rest = {"loss_scale": 1.0, "report_memory_flag": False, "skipped_iter": 0}
+        rest |= {"params_norm": None, "num_zeros_in_grad": None, "max_attention_logit": None}
+        started = time.process_time()
+        for i in range(steps):
+            args.consumed_train_samples += 8
+            watched({"lm loss": losses[i]}, {}, 1e-3, i + 1, grad_norm=1.0, **rest)
+        seconds = time.process_time() - started
+        assert loop._loop.callback is not None, "the watch turned itself off"
+        assert not loop._loop.callback.alarms
+        global_vars._GLOBAL_TENSORBOARD_WRITER.close()
+    return {
+        "steps": steps,
+        "log_interval": log_interval,
+        "microseconds_per_step": seconds / steps * 1e6,
+        "iteration_s": seconds / steps * 1e3,
+    }
 
 
 def linear_curves(folder: Path) -> list[Curve]:

@@ -1,8 +1,9 @@
 """Watches the loss of a training in progress; knows no Megatron, only its callbacks' shape.
 
 The methods have the names and the argument of Megatron's callbacks (`on_train_step_end(context)`
-and so on, `context` with ``loss_dict``, ``grad_norm`` and ``skipped_iter``). What a context does
-not say comes from `facts`; what is to be written goes out through `outlets`.
+and so on, `context` with ``loss_dict``, ``grad_norm`` and ``skipped_iter``), so that one object can
+be driven by a hook and be given to a Megatron that has callbacks. What a context does not say comes
+from `facts`; what is to be written goes out through `outlets`.
 """
 
 from __future__ import annotations
@@ -74,12 +75,14 @@ class Outlets:
     Attributes:
         metrics: takes names and values, and the iteration.
         say: takes a line for the console.
-        alert: takes a title and a text, once per event.
+        alert: takes an alarm, once per event.
+        facts: gives what the context of the step that has just ended does not say.
     """
 
     metrics: Callable[[dict[str, float], int], None]
     say: Callable[[str], None]
-    alert: Callable[[str, str], None]
+    alert: Callable[[Alarm], None]
+    facts: Callable[[Any], StepFacts]
 
 
 class CollapseCallback:
@@ -140,15 +143,13 @@ class CollapseCallback:
     def on_train_step_start(self, context: object = None) -> None:
         """Nothing: the loss comes at the end of a step."""
 
-    def on_train_step_end(self, context: StepContext, facts: StepFacts | None = None) -> None:
+    def on_train_step_end(self, context: StepContext) -> None:
         """Keep the loss of a step; it stays on the device until the next log.
 
         Args:
             context: with the losses by name; without them on ranks that have none.
-            facts: of the step.
         """
-        if facts is None:
-            raise TypeError("on_train_step_end needs the facts of the step")
+        facts = self._outlets.facts(context)
         losses = context.loss_dict
         loss = losses.get(LOSS, next(iter(losses.values()), None)) if losses else None
         self._waiting.append((facts, loss, context.grad_norm, int(context.skipped_iter)))
@@ -277,7 +278,7 @@ class CollapseCallback:
         self.alarms.append(alarm)
         self._rang = self._pending_action = True
         self._outlets.say(f"ALARM: {alarm}")
-        self._outlets.alert(f"collapse: {alarm.kind}", str(alarm))
+        self._outlets.alert(alarm)
 
 
 def _number(loss: Any) -> float:

@@ -22,6 +22,7 @@ from megatron_ext.arguments import (
     CollapseConfig,
     collapse_config,
 )
+from megatron_ext.collapse.alarm import Alarm
 from megatron_ext.collapse.callback import CollapseCallback, Outlets, StepFacts
 from megatron_ext.collapse.controls import Controls, controls_of
 from megatron_ext.collapse.curve import Curve
@@ -29,12 +30,17 @@ from megatron_ext.collapse.curve_file import read_curve
 from megatron_ext.collapse.history import History
 from megatron_ext.collapse.monitor import MonitorConfig
 from megatron_ext.collapse.power_law import fit_power_law
+from megatron_ext.collapse.sent_alerts import SentAlerts
+from megatron_ext.collapse.timeline import NEAR
 from megatron_ext.errors import UsageError
 
 Function = Callable[..., Any]
 
 STATE_FILE = "collapse.json"
 """The watch's file in the folder of a checkpoint."""
+ALERTS_FILE = "collapse-alerts.jsonl"
+"""The alerts sent, in the folder of all checkpoints: one sent since the last checkpoint must not be
+sent again after a restart."""
 _NO_ACTION, _CHECKPOINT, _STOP = 0, 1, 2
 
 
@@ -45,6 +51,7 @@ class Step:
     loss_dict: dict[str, Any]
     grad_norm: float | None
     skipped_iter: int
+    facts: StepFacts
 
 
 class _Loop:
@@ -65,6 +72,12 @@ def read_references(config: CollapseConfig) -> list[Curve]:
     Raises:
         UsageError: One is no curve file.
     """
+    for name in config.references:
+        if not Path(name).exists():
+            raise UsageError(
+                f"--collapse-reference {name}: no such file; megatron-ext collapse fit makes one "
+                "of a finished run"
+            )
     return [read_curve(Path(name)) for name in config.references]
 
 
@@ -170,12 +183,15 @@ def _start(model: Any) -> _Loop:
     expected = config.expected_final_loss
     if config.align == "power-law":
         expected = _power_law(references, params)
+    alert: Callable[[Alarm], None] = _no_alert
+    if config.action != "log":
+        alert = _AlertOnce(sent_alerts(args), NEAR * args.train_iters)
     loop.callback = CollapseCallback(
         references,
         controls,
         MonitorConfig(config.window, config.false_alarm_rate, expected_final_loss=expected),
         iterations=int(args.train_iters),
-        outlets=Outlets(_write_metrics, _say, _alert if config.action != "log" else _no_alert),
+        outlets=Outlets(_write_metrics, _say, alert, facts=lambda step: step.facts),
         force=config.force,
     )
     if args.iteration:
@@ -248,10 +264,11 @@ def _after_step(callback: CollapseCallback, given: dict[str, Any]) -> None:
         batch_size=int(get_current_global_batch_size()),
         samples=samples,
     )
-    step = Step(given["loss_dict"], given.get("grad_norm"), int(given["skipped_iter"]))
-    callback.on_train_step_end(step, facts)
+    skipped = int(given["skipped_iter"])
+    callback.on_train_step_end(Step(given["loss_dict"], given.get("grad_norm"), skipped, facts))
     if iteration % args.log_interval == 0:
         callback.on_log()
+        _summarise(callback)
 
 
 def _agreed_action(loop: _Loop) -> int:
@@ -346,20 +363,59 @@ def _say_once_per_job(text: str) -> None:
         _say(text)
 
 
-def _no_alert(title: str, text: str) -> None:
-    """--collapse-action log: the console and the metrics are all."""
-
-
-def _alert(title: str, text: str) -> None:
+def _summarise(callback: CollapseCallback) -> None:
+    """Bring the summary of wandb's run up to date."""
     from megatron.training.global_vars import get_wandb_writer
 
     wandb = get_wandb_writer()
     if wandb is None:
         return
-    try:
-        wandb.alert(title=title, text=text, level="WARN")
-    except Exception as error:  # wandb's, the server's: no reason to end a training
-        _say(f"wandb took no alert: {error}")
+    # The last value of each metric, such as the predicted final loss, is there by itself.
+    summary: dict[str, Any] = {
+        "collapse/alarms": len(callback.alarms),
+        "collapse/compared with": "nothing" if callback.refused else callback.reference.source,
+    }
+    if callback.alarms:
+        summary["collapse/first alarm at iteration"] = callback.alarms[0].step
+        summary["collapse/last alarm"] = str(callback.alarms[-1])
+    wandb.run.summary.update(summary)
+
+
+def _no_alert(alarm: Alarm) -> None:
+    """--collapse-action log: the console and the metrics are all."""
+
+
+def sent_alerts(args: Any) -> SentAlerts:
+    """Which alerts this run has sent, also before it was restarted."""
+    sent = SentAlerts(Path(args.save) / ALERTS_FILE if args.save else None)
+    if not args.iteration:  # a new run in an old folder
+        sent.forget()
+    return sent
+
+
+class _AlertOnce:
+    """Sends an alarm through wandb, unless this run has done so before.
+
+    Args:
+        sent: those sent.
+        width: alarms of a kind that began within so many steps are one event.
+    """
+
+    def __init__(self, sent: SentAlerts, width: float) -> None:
+        self._sent, self._width = sent, width
+
+    def __call__(self, alarm: Alarm) -> None:
+        from megatron.training.global_vars import get_wandb_writer
+
+        wandb = get_wandb_writer()
+        if wandb is None or self._sent.has(alarm, self._width):
+            return
+        try:
+            # wandb would hold back an alert of the same title for a minute.
+            wandb.alert(f"collapse: {alarm.kind}", str(alarm), level="WARN", wait_duration=0.001)
+            self._sent.add(alarm)
+        except Exception as error:  # wandb's, the server's, the disk's: no reason to end a training
+            _say(f"wandb took no alert: {error}")
 
 
 def check_usable(config: CollapseConfig, args: Any) -> None:

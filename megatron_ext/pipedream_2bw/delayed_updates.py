@@ -67,6 +67,9 @@ class DelayedUpdates:
         self._update: BackgroundUpdate | None = None
         self._stepping = False
         self._result: tuple[Any, ...] | None = None
+        self._computed_on: dict[int, int] = {}
+        self.version_lag = 0
+        """By how many updates the last update's gradient was late."""
         self.agreed = False
         """Whether the last step's outcome is agreed on by all stages, or is not to be."""
 
@@ -126,7 +129,9 @@ class DelayedUpdates:
 
     def select(self, batch: int) -> None:
         """Point to the weights and gradients of a batch whose task is next."""
-        self.weights.select(max(batch - 1, self.first))
+        version = max(batch - 1, self.first)
+        self.weights.select(version)
+        self._computed_on[batch] = version
         self._gradients.select(batch)
         if self._scale_loss is not None:
             scale = self._scale_of[batch]
@@ -154,6 +159,8 @@ class DelayedUpdates:
 
         def work() -> tuple[Any, ...]:
             reduce()
+            newest = self.weights.newest
+            self.version_lag = newest - self._computed_on.pop(batch, newest)
             self.weights.prepare_next()
             self._stepping = True
             self._scales.update_with(scale)
@@ -193,6 +200,12 @@ class DelayedUpdates:
             return False
         self._update, self._result = None, update.result
         return True
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the update that has just been done, before clipping; None where there is none."""
+        norm = None if self._result is None else self._result[1]
+        return None if norm is None else float(norm)
 
     @property
     def ready(self) -> bool:

@@ -46,6 +46,19 @@ class MessageTime(NamedTuple):
     at: float
 
 
+class UpdateFacts(NamedTuple):
+    """The update of a batch that is delayed by a step, made beside the next batch's tasks."""
+
+    began: float
+    """When the batch's tasks were done."""
+    ended: float
+    """When the new weights were there."""
+    version_lag: int
+    """By how many updates the weights that the gradient was computed on had fallen behind."""
+    grad_norm: float | None
+    """Before clipping; this stage's own unless all stages clip together."""
+
+
 class Load(NamedTuple):
     """How much a stage had to choose from and to hold, at a decision."""
 
@@ -81,6 +94,8 @@ class BatchStatistics:
     """When gradients were reduced after the last task."""
     updates: list[Span] = field(default_factory=list)
     """When an update computed between tasks, where it runs beside the next batch."""
+    delayed_update: UpdateFacts | None = None
+    """Where the update ran beside the next batch: how late it was."""
     sent: list[MessageTime] = field(default_factory=list)
     arrived: list[MessageTime] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -139,6 +154,17 @@ class BatchStatistics:
     def bubble_fraction(self) -> float:
         """The part of this stage's own batch time in which no task ran."""
         return 1 - self.busy_s / self.seconds
+
+    def update_wait_s(self) -> float:
+        """Time under a delayed update with neither a task nor a part of the update running."""
+        if self.delayed_update is None:
+            return NEVER
+        began, ended, *_ = self.delayed_update
+        spans = [(start, end) for _, start, end in self.tasks]
+        spans += [(span.started, span.ended) for span in self.updates]
+        # Task by task, they do not overlap.
+        busy = sum(max(0.0, min(end, ended) - max(start, began)) for start, end in spans)
+        return max(0.0, ended - began - busy)
 
     def message_ages_s(self) -> list[float]:
         """How long each message lay here before its task began; the unused ones are left out."""

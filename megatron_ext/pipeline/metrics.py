@@ -35,6 +35,10 @@ class Interval:
     agreement_s: list[float] = field(default_factory=list)
     message_age_s: list[float] = field(default_factory=list)
     tasks_s: dict[int, list[float]] = field(default_factory=dict)
+    update_s: list[float] = field(default_factory=list)
+    update_wait_s: list[float] = field(default_factory=list)
+    version_lag: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
 
     def add(self, batch: BatchStatistics) -> None:
         """Take a batch in."""
@@ -51,6 +55,12 @@ class Interval:
         if batch.updates:
             seconds = sum(span.seconds for span in batch.updates)
             self.tasks_s.setdefault(Kind.UPDATE, []).append(seconds)
+        if (update := batch.delayed_update) is not None:
+            self.update_s.append(update.ended - update.began)
+            self.update_wait_s.append(batch.update_wait_s())
+            self.version_lag.append(update.version_lag)
+            if update.grad_norm is not None:
+                self.grad_norm.append(update.grad_norm)
 
     def figures(self) -> list[float]:
         """One number per entry of `FIGURES`, before the busy time becomes a bubble fraction."""
@@ -63,20 +73,33 @@ class Interval:
             self.waiting_s / self.batches * 1e3 if self.batches else NONE,
             _mean(self.message_age_s) * 1e3,
             *(_mean(self.tasks_s.get(kind, [])) * 1e3 for kind in Kind),
+            _mean(self.update_s) * 1e3,
+            _mean(self.update_wait_s) * 1e3,
+            max(self.version_lag, default=NONE),
+            _mean(self.grad_norm),
         ]
 
 
+BUBBLE_FRACTION, LIVE_PEAK = "rrfp/bubble fraction", "rrfp/live peak"
+BATCH_MS = "rrfp/batch (ms)"
+VERSION_LAG = "pipedream-2bw/version lag (updates)"
+UPDATE_WAIT_MS = "pipedream-2bw/update wait (ms)"
+
 FIGURES = (
-    "bubble fraction",
-    "batch (ms)",
-    "live peak",
-    "dispatch (us)",
-    "agreement (us)",
-    "message wait (ms)",
-    "message age (ms)",
-    *(f"{kind.name.lower()} (ms)" for kind in Kind),
+    BUBBLE_FRACTION,
+    BATCH_MS,
+    LIVE_PEAK,
+    "rrfp/dispatch (us)",
+    "rrfp/agreement (us)",
+    "rrfp/message wait (ms)",
+    "rrfp/message age (ms)",
+    *(f"rrfp/{kind.name.lower()} (ms)" for kind in Kind),
+    "pipedream-2bw/update latency (ms)",
+    UPDATE_WAIT_MS,
+    VERSION_LAG,
+    "pipedream-2bw/grad norm",
 )
-"""What is logged, as ``rrfp/NAME`` over all stages and ``rrfp/NAME/stage I`` of each one."""
+"""What is logged, as ``NAME`` over all stages and ``NAME/stage I`` of each one."""
 
 
 def report(stages: list[list[float]], batches: int) -> dict[str, float]:
@@ -87,7 +110,8 @@ def report(stages: list[list[float]], batches: int) -> dict[str, float]:
         batches: Number of batches in the interval.
 
     Returns:
-        The figure of every stage, and over all stages the mean, of the live peak the maximum.
+        The figure of every stage, and over all stages the mean, of the live peak and the version
+        lag the maximum.
         Figures that no stage has are left out.
     """
     # A stage is done earlier or later than the next one; the batch is over when all of them are.
@@ -100,9 +124,9 @@ def report(stages: list[list[float]], batches: int) -> dict[str, float]:
         present = {i: value for i, value in enumerate(column) if not math.isnan(value)}
         if not present:
             continue
-        over_all = max if name == "live peak" else statistics.fmean
-        metrics[f"rrfp/{name}"] = over_all(present.values())
-        metrics |= {f"rrfp/{name}/stage {i}": value for i, value in present.items()}
+        over_all = max if name in (LIVE_PEAK, VERSION_LAG) else statistics.fmean
+        metrics[name] = over_all(present.values())
+        metrics |= {f"{name}/stage {i}": value for i, value in present.items()}
     return metrics
 
 
@@ -116,6 +140,8 @@ class Metrics:
 
     def __init__(self, pipeline: list[int], *, timeout_s: float) -> None:
         self._interval = Interval()
+        self.batches = 0
+        """In the interval that was gathered last."""
         self._stages = len(pipeline)
         self._last = pipeline[-1]
         # The executor's transport has a group of its own, which nothing else may use.
@@ -136,6 +162,7 @@ class Metrics:
         if self._group is None:
             return {}
         interval, self._interval = self._interval, Interval()
+        self.batches = interval.batches
         mine = torch.tensor(interval.figures(), dtype=torch.float64)
         is_last = dist.get_rank() == self._last
         stages = [torch.empty_like(mine) for _ in range(self._stages)] if is_last else None

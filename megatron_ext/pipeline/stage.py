@@ -33,7 +33,7 @@ from megatron_ext.pipedream_2bw.shadow_groups import make_shadows
 from megatron_ext.pipeline.agreement import Agreement, AgreementError, Alone, agree
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.batch import Batch, Chunk, GradientSync, Run
-from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime
+from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime, UpdateFacts
 from megatron_ext.pipeline.compute import Compute
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.jitter import Jitter
@@ -323,12 +323,12 @@ class StageExecutor:
         early, run.early = run.early, []
         for message in early:
             self._accept(run, message)
-        begun = False
+        began: float | None = None
 
         def ended() -> bool:
-            nonlocal begun
-            if not begun and arbiter.ended:
-                begun = True
+            nonlocal began
+            if began is None and arbiter.ended:
+                began = time.perf_counter()
                 delayed.begin_update(
                     batch.iteration,
                     lambda: self._finalize(run, batch, force_all_reduce),
@@ -342,6 +342,10 @@ class StageExecutor:
                     done = delayed.drive()
                 self._whereabouts.running = None
                 if done:
+                    assert began is not None
+                    run.statistics.delayed_update = UpdateFacts(
+                        began, time.perf_counter(), delayed.version_lag, delayed.grad_norm
+                    )
                     self._agreement.updated(arbiter)
             return False
 

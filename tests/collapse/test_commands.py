@@ -135,8 +135,8 @@ def test_plot(tmp_path: Path, reference: Path, capsys: pytest.CaptureFixture[str
     assert "<b>&run" not in page.read_text()
     capsys.readouterr()
     assert run(*words) == 2
-    assert "exists" in capsys.readouterr().err
-    assert run(*words, "--overwrite") == 0
+    assert "exists; give another name, or --force to replace it" in capsys.readouterr().err
+    assert run(*words, "--force") == 0
     assert run("plot", file, "--reference", reference) == 2
 
 

@@ -84,16 +84,20 @@ class Sink:
         return Outlets(
             metrics=lambda values, step: self.metrics.append((step, values)),
             say=self.said.append,
-            alert=lambda title, text: self.alerts.append(title),
+            alert=lambda alarm: self.alerts.append(alarm.kind),
+            facts=lambda context: context.facts,
         )
 
 
 def train(callback: CollapseCallback, losses: np.ndarray) -> None:
     callback.on_train_start()
     for i, loss in enumerate(losses.tolist(), 1):
-        step = SimpleNamespace(loss_dict={"lm loss": loss}, grad_norm=1.0, skipped_iter=0)
+        facts = StepFacts(i, i / losses.size, 0.1, 8, 8 * i)
+        losses_by_name = {"lm loss": loss}
         callback.on_train_step_start()
-        callback.on_train_step_end(step, StepFacts(i, i / losses.size, 0.1, 8, 8 * i))
+        callback.on_train_step_end(
+            SimpleNamespace(loss_dict=losses_by_name, grad_norm=1.0, skipped_iter=0, facts=facts)
+        )
         if i % 10 == 0:
             callback.on_log()
     callback.on_train_end()
@@ -107,7 +111,7 @@ def test_the_callback_alerts_once_per_event() -> None:
         [curves.reference()], curves.reference().controls, MonitorConfig(), 2000, sink.outlets()
     )
     train(callback, losses)
-    assert sink.alerts == ["collapse: departure"]
+    assert sink.alerts == ["departure"]
     assert callback.take_action()
     assert not callback.take_action()
     rang = [step for step, values in sink.metrics if values["collapse/alarm"]]

@@ -18,9 +18,10 @@ from megatron_ext.collapse.controls import Controls
 from megatron_ext.collapse.curve import Curve
 from megatron_ext.collapse.curve_file import write_curve
 from megatron_ext.collapse.schedule import NamedSchedule
-from tests.pipeline.test_metrics import _read_tensorboard, _read_wandb
+from tests.pipeline.test_metrics import _read_tensorboard
 from tests.ranks import Rank
 from tests.training import RRFP, train, train_well
+from tests.wandb_file import read_wandb_run
 
 ITERATIONS = 24
 NAMES = {"normalized loss", "reference", "residual", "predicted final loss", "alarm"}
@@ -84,7 +85,8 @@ def test_tensorboard_and_wandb_get_the_metrics(
     logging += ["--wandb-project", "p", "--wandb-exp-name", "e"]
     logging += ["--wandb-save-dir", str(tmp_path / "wandb")]
     train_well(corpus, 1, flags(reference, *logging), observe=fault_from(99, 1.0))
-    for scalars in (_read_tensorboard(tmp_path / "tensorboard"), _read_wandb(tmp_path / "wandb")):
+    run = read_wandb_run(tmp_path / "wandb")
+    for scalars in (_read_tensorboard(tmp_path / "tensorboard"), run.scalars):
         mine = {name for name in scalars if name.startswith("collapse/")}
         assert mine == {f"collapse/{name}" for name in NAMES}
         steps = [step for step, _ in scalars["collapse/reference"]]

@@ -121,7 +121,7 @@ def test_examples(page: Path, folder: Path, megatron_parser: argparse.ArgumentPa
 
 def _check(words: list[str], block: Block, megatron_parser: argparse.ArgumentParser) -> None:
     """Run a command, or check its flags where its block is not run."""
-    program = words[0]
+    program = words[0].rstrip(";")
     where = f"{block.place}: {' '.join(words)}"
     if program == PROGRAM:
         given = [found for word in words[1:] for found in sorted(glob.glob(word)) or [word]]

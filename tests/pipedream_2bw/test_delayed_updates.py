@@ -23,6 +23,7 @@ SETTINGS = [
     ("pp2", 2, PP2, ""),
     ("pp2-bf", 2, PP2, "--rrfp-hint bf"),
     ("pp2-bfw", 2, PP2, "--rrfp-hint bfw --rrfp-live-limit 1"),
+    ("pp2-bfw-pieces", 2, PP2, "--rrfp-hint bfw-pieces"),
     ("pp4", 4, PP4, "--rrfp-live-limit 2p"),
     ("pp2-muon", 2, f"{PP2} --optimizer muon", ""),
     ("pp2-sgd", 2, f"{PP2} --optimizer sgd", ""),
@@ -40,6 +41,14 @@ SETTINGS = [
     ("one-microbatch", 4, f"{PP4} --global-batch-size 1", ""),
     ("evaluation", 2, f"{PP2} --eval-interval 2 --eval-iters 2", "--rrfp-live-limit 2p"),
     ("per-token-loss", 2, f"{PP2} --calculate-per-token-loss", ""),
+    # Megatron's experts have no biases of their own where nothing is fused.
+    (
+        "experts",
+        4,
+        f"{PP2} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+        " --expert-model-parallel-size 2 --no-bias-gelu-fusion --disable-bias-linear",
+        "",
+    ),
 ]
 
 
@@ -70,6 +79,14 @@ def _overlaps(record: dict[str, Any]) -> bool:
     """Whether a call ran a forward of the next batch: the last call of the run can run none."""
     forwards = [sum(t.startswith("forward") for t in order) for order in record["task_orders"]]
     return max(forwards) > forwards[-1]
+
+
+def test_batches_that_grow(corpus: Path) -> None:
+    # Sizes 4, 4, 6, 6, 8, 8: thresholds are in tokens.
+    flags = [*PP2.split(), "--train-iters", "6", "--step-batch-size-schedule", "0:4 256:6 640:8"]
+    plain = train_well(corpus, 2, flags, observe=reference.install)
+    delayed = train_well(corpus, 2, [*flags, *DELAYED], disturbance=Disturbance(delay_seed=4))
+    assert_same(plain, delayed)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.7])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
-import struct
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from megatron_ext.pipeline.batch_statistics import BatchStatistics, MessageTime,
 from megatron_ext.pipeline.metrics import Interval, report
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from tests.training import RRFP, train_well
+from tests.wandb_file import read_wandb_run
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
@@ -137,7 +134,7 @@ def test_tensorboard_and_wandb_get_them(corpus: Path, tmp_path: Path) -> None:
     assert [record["gathers"] for record in records] == [2, 2]
     for scalars in (
         _read_tensorboard(tmp_path / "tensorboard"),
-        _read_wandb(tmp_path / "wandb"),
+        read_wandb_run(tmp_path / "wandb").scalars,
     ):
         mine = {name: points for name, points in scalars.items() if name.startswith("rrfp/")}
         places = ["", "/stage 0", "/stage 1"]
@@ -184,37 +181,3 @@ def _read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
         name: [(point.step, point.value) for point in events.Scalars(name)]
         for name in events.Tags()["scalars"]
     }
-
-
-def _read_wandb(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    scalars: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for data in _wandb_records(path.read_bytes()):
-        entry = wandb_internal_pb2.Record.FromString(data)
-        items = {
-            item.key or "/".join(item.nested_key): json.loads(item.value_json)
-            for item in entry.history.item
-        }
-        for name, value in items.items():
-            if not name.startswith("_"):
-                scalars[name].append((items["_step"], value))
-    return scalars
-
-
-def _wandb_records(data: bytes) -> Iterator[bytes]:
-    """The records of an offline run: LevelDB's log format behind a header of 7 bytes."""
-    whole, last_of_several, block = 1, 4, 32768
-    position, record = 7, b""
-    while position < len(data):
-        if block - position % block < 7:  # too little for a header: padding
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        position += 7
-        record += data[position : position + length]
-        position += length
-        if kind in (whole, last_of_several):
-            yield record
-            record = b""

@@ -47,7 +47,7 @@ def test_bounded_bfw_and_2bw_reach_the_floor_together(
 
 
 def test_hints_at_1f1bs_own_memory() -> None:
-    names = ["bfw", "bfw-depth", "bfw-room"]
+    names = ["bfw", "bfw-depth", "bfw-room", "bfw-pieces"]
     means = {}
     for stages in (8, 16):
         found = summarize(
@@ -59,6 +59,8 @@ def test_hints_at_1f1bs_own_memory() -> None:
     assert both == sorted(both)
     assert means[8][2] >= 1.185
     assert means[16][2] >= 1.245
+    assert means[8][3] >= 1.22
+    assert means[16][3] >= 1.29
 
 
 def test_a_large_pipeline_takes_little_time() -> None:

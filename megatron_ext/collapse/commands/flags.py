@@ -79,8 +79,13 @@ def add_control_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_reference_flags(parser: argparse.ArgumentParser) -> None:
-    """What to compare with, and how."""
+def add_reference_flags(parser: argparse.ArgumentParser, also_forced: str = "") -> None:
+    """What to compare with, and how.
+
+    Args:
+        parser: the subcommand's.
+        also_forced: what its --force does besides.
+    """
     parser.add_argument(
         "--reference",
         nargs="+",
@@ -120,7 +125,10 @@ def add_reference_flags(parser: argparse.ArgumentParser) -> None:
         metavar="LOSS",
         help="align to this instead; 'power-law' takes it from the references' sizes and losses",
     )
-    group.add_argument("--force", action="store_true", help="compare although the controls differ")
+    forced = "compare although the controls differ"
+    if also_forced:
+        forced += f", and {also_forced}"
+    group.add_argument("--force", action="store_true", help=forced)
 
 
 def source_options(args: argparse.Namespace) -> SourceOptions:

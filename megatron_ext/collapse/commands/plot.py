@@ -16,10 +16,9 @@ from megatron_ext.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
     parser.add_argument("runs", metavar="RUN", nargs="+", help=f"finished or not: {flags.SOURCES}")
-    flags.add_reference_flags(parser)
+    flags.add_reference_flags(parser, also_forced="replace files that exist")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="picture to write")
     parser.add_argument("--html", type=Path, metavar="FILE.html", help="page to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace the files if they exist")
     flags.add_source_flags(parser)
     flags.add_control_flags(parser)
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
@@ -35,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     if not targets:
         raise UsageError("nothing to write: give --out FILE.png or --html FILE.html")
     for target in targets:  # before the work, not after it
-        if target.exists() and not (args.overwrite or args.force):
-            raise UsageError(f"{target}: exists; give another name, or --overwrite")
+        if target.exists() and not args.force:
+            raise UsageError(f"{target}: exists; give another name, or --force to replace it")
     references = flags.read_references(args)
     drawn: list[RunPicture] = []
     texts: list[tuple[str, list[str]]] = []

@@ -70,9 +70,23 @@ def resolve(name: str, device: torch.device) -> str:
         if not on_gpu:
             return "gloo"
         return "nixl" if importlib.util.find_spec("nixl") else "nccl"
+    check_transport(name, on_gpu)
+    return name
+
+
+def check_transport(name: str, on_gpu: bool) -> None:
+    """Refuse at the start what no stage could open.
+
+    Raises:
+        UsageError: That transport cannot serve this device, or is not installed.
+    """
     if name == "nccl" and not on_gpu:
         raise UsageError("--rrfp-transport nccl needs a GPU; on CPU use gloo or nixl")
-    return name
+    if name == "nixl" and importlib.util.find_spec("nixl") is None:
+        raise UsageError(
+            "--rrfp-transport nixl needs NIXL, which is not installed: pip install nixl, or leave "
+            "the flag out"
+        )
 
 
 def _agreed(group: dist.ProcessGroup, chosen: str) -> str:

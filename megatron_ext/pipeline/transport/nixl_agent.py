@@ -97,9 +97,7 @@ def _import_nixl() -> Any:
     try:
         import nixl
     except ImportError as error:
-        raise UsageError(
-            f"--rrfp-transport nixl needs NIXL ({error}): pip install megatron_ext[nixl]"
-        ) from None
+        raise UsageError(f"--rrfp-transport nixl needs NIXL ({error}): pip install nixl") from None
     # Its loggers tell at level INFO, on standard output, of every agent that is made.
     logger = logging.getLogger("nixl")
     if logger.level in (logging.NOTSET, logging.INFO):
