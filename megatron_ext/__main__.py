@@ -21,7 +21,7 @@ from megatron_ext.python_version import check_python
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Install the hooks and run the script; ends the process on any error."""
-    options = _parse(sys.argv[1:] if argv is None else argv)
+    options = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         check_python()
         script = _script(options.script)
@@ -66,7 +66,8 @@ def _only_asks(script_args: Sequence[str]) -> bool:
     return "-h" in script_args or "--help" in script_args
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of what stands before the script."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_ext",
         description="Run a Megatron-LM script with the flags of megatron_ext added to its own.",
@@ -80,8 +81,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="run with a Megatron outside the supported range",
     )
     parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")
-    parser.add_argument("script_args", metavar="ARGS", nargs=argparse.REMAINDER)
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "script_args", metavar="ARGS", nargs=argparse.REMAINDER, help="its flags and ours"
+    )
+    return parser
 
 
 def _script(name: str) -> Path:

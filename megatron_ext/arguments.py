@@ -164,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipedream-2bw-end-iteration",
         metavar="N",
         help="Run the iterations after the first N, or after this fraction of the run, flushed "
-        "and undelayed again. (default: none are)",
+        "and undelayed again. (default: none)",
     )
     group = parser.add_argument_group("megatron_ext: watch over the loss (collapse)")
     group.add_argument(

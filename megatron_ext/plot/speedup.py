@@ -22,14 +22,18 @@ _DEFAULT = "bfw-room:p,bfw-room:1.5p,bfw-room:1.5p:2bw,bf:p,bf:2p,1f1b:2p,1f1b:p
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this kind."""
-    parser.add_argument("--stages", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=64)
-    parser.add_argument("--iterations", type=int, default=4)
-    parser.add_argument("--forward", type=float, default=1.0)
-    parser.add_argument("--backward", type=float, default=2.0)
-    parser.add_argument("--hop-latency", type=float, default=0.0)
+    parser.add_argument("--stages", type=int, default=8, help="pipeline depth")
+    parser.add_argument("--microbatches", type=int, default=64, help="per batch")
+    parser.add_argument("--iterations", type=int, default=4, help="batches, one after the other")
+    parser.add_argument("--forward", type=float, default=1.0, help="mean time of a forward")
+    parser.add_argument("--backward", type=float, default=2.0, help="the same")
+    parser.add_argument("--hop-latency", type=float, default=0.0, help="of a message")
     parser.add_argument(
-        "--sigmas", type=numbers, default=[0.0, 0.1, 0.2, 0.3, 0.45, 0.6], metavar="S,S,..."
+        "--sigmas",
+        type=numbers,
+        default=[0.0, 0.1, 0.2, 0.3, 0.45, 0.6],
+        metavar="S,S,...",
+        help="how much times vary, lognormal",
     )
     parser.add_argument(
         "--policies",
@@ -37,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HINT:LIMIT[:2bw],...",
         help=f"lines to draw (default {_DEFAULT})",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="of the first draw")
+    parser.add_argument("--seeds", type=int, default=5, help="draws to average over")
 
 
 def parse_policies(text: str) -> list[Policy]:

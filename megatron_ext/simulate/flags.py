@@ -48,7 +48,7 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--iterations", type=int, default=1, help="batches, one after the other")
     group.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share every task")
     group.add_argument("--replicas", type=int, default=1, help="data-parallel pipelines")
-    group.add_argument("--ranks-per-node", type=int, default=8)
+    group.add_argument("--ranks-per-node", type=int, default=8, help="for times within a node")
     group.add_argument(
         "--layers",
         type=counts,

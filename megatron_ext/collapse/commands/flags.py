@@ -61,7 +61,7 @@ def add_control_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--params", metavar="N", help="number of parameters, such as 124M")
     group.add_argument("--batch-tokens", type=float, metavar="N", help="batch in tokens")
     group.add_argument("--lr", type=float, metavar="RATE", help="peak learning rate")
-    group.add_argument("--weight-decay", type=float, metavar="RATE")
+    group.add_argument("--weight-decay", type=float, metavar="RATE", help="of AdamW")
     group.add_argument("--tpp", type=float, metavar="N", help="tokens per parameter")
     group.add_argument("--tau", type=float, metavar="TAU", help="B / (lr weight_decay D)")
     group.add_argument(
@@ -70,7 +70,13 @@ def add_control_flags(parser: argparse.ArgumentParser) -> None:
         help="linear, cosine, constant, inverse-square-root or wsd; FLOOR is the last rate over "
         "the peak, DECAY the part in which wsd decays",
     )
-    group.add_argument("--warmup", type=float, default=0.0, metavar="FRACTION")
+    group.add_argument(
+        "--warmup",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="part of training with a rising rate, for --schedule",
+    )
 
 
 def add_reference_flags(parser: argparse.ArgumentParser, also_forced: str = "") -> None:

@@ -18,7 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", required=True, metavar="D", help="tokens, such as 6B")
     parser.add_argument("--lr", type=float, metavar="RATE", help="peak learning rate")
     parser.add_argument("--batch-tokens", type=float, metavar="N", help="batch in tokens")
-    parser.add_argument("--seq-length", type=int, default=2048, metavar="N")
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens per sequence (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
