@@ -110,6 +110,10 @@ class DelayedUpdates:
             and self._batch_size(following) == microbatches
         )
 
+    def lag(self, batch: int) -> int:
+        """How many updates older than the newest weights those are that a batch computes with."""
+        return 1 if self.delays(batch) and batch > self.first else 0
+
     @property
     def holds_backwards(self) -> bool:
         """Whether the next batch's backwards wait for the update: there is one buffer."""
@@ -126,7 +130,7 @@ class DelayedUpdates:
 
     def select(self, batch: int) -> None:
         """Point to the weights and gradients of a batch whose task is next."""
-        self.weights.select(max(batch - 1, self.first))
+        self.weights.select(batch - self.lag(batch))
         self._gradients.select(batch)
         if self._scale_loss is not None:
             scale = self._scale_of[batch]
