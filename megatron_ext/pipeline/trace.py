@@ -270,7 +270,7 @@ def _about_batch(statistics: BatchStatistics, memory_bytes: int | None) -> dict[
     ):
         if times:
             ordered = sorted(times)
-            about[f"{name}s"] = len(ordered)
+            about["decisions"] = len(ordered)
             about[f"{name} median (us)"] = round(ordered[len(ordered) // 2] * 1e6, 1)
             about[f"{name} p99 (us)"] = round(ordered[(len(ordered) * 99) // 100] * 1e6, 1)
             about[f"{name} total (us)"] = round(sum(ordered) * 1e6, 1)

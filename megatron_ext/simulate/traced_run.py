@@ -149,7 +149,7 @@ def _batch(
     ended = max(rank.tasks[number][-1].ended for rank in ranks)
     times = TaskTimes(tables[Kind.FORWARD], whole, tables[Kind.WEIGHT])
     hops = np.zeros(shape), np.zeros(shape)
-    return TracedBatch(ranks[0].iterations[number], times, ended - started, orders, hops)
+    return TracedBatch(number, times, ended - started, orders, hops)
 
 
 def _messages(ranks: list[RankTrace], overhead: float) -> list[tuple[int, RanTask, float]]:
