@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.hints import HINTS
+from megatron_ext.pipeline.live_limit import parse_live_limit
 from megatron_ext.simulate.jitter_law import Array
 from megatron_ext.simulate.job import Job
 from megatron_ext.simulate.network import Network
@@ -46,6 +47,25 @@ class Replay:
             job = self.job(batch)
             makespans.append(job.run(job.draw(0), policy).makespan)
         return makespans
+
+    def known_policy(self) -> Policy | None:
+        """The policy that the trace's settings name; None where they name none known here."""
+        settings = self.run.settings
+        hint, limit = str(settings.get("hint")), settings.get("live limit")
+        if limit is None or hint not in HINTS:
+            return None
+        if HINTS[hint].splits_weight != self.run.splits_weight:
+            return None  # of layers that cannot be split
+        for text in ("p", "1.5p", "2p"):  # as users write it, where it is the same
+            if str(parse_live_limit(text, self.run.stages)) == str(limit):
+                limit = text
+                break
+        policy = Policy(hint, None if limit == HINTS[hint].live_limit else str(limit))
+        try:
+            policy.check(self.pipeline)
+        except UsageError:
+            return None
+        return policy
 
     def likely_policy(self) -> Policy:
         """The hint and limit that reproduce the order of the first batch best."""

@@ -38,13 +38,13 @@ def given_replay(args: argparse.Namespace) -> Replay:
 
 
 def traced_policy(args: argparse.Namespace, replay: Replay) -> Policy:
-    """What the traced run ran under: what the flags say, or what explains its order best.
+    """What the traced run ran under: as flags or traces say, or what explains its order best.
 
     Raises:
         UsageError: The flags contradict the trace.
     """
     if args.traced_hint is None:
-        policy = replay.likely_policy()
+        policy = replay.known_policy() or replay.likely_policy()
         return replace(policy, live_limit=args.traced_limit or policy.live_limit)
     policy = Policy(args.traced_hint, args.traced_limit)
     policy.check(replay.pipeline)

@@ -6,8 +6,10 @@ Times are milliseconds on the first rank's clock.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +53,8 @@ class TracedRun:
     waits for it begins, less the overhead of the task that it then runs."""
     task_overhead: float
     """Mean time between two tasks with no wait between them."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What the traces say of the run's settings, such as hint and live limit."""
 
 
 def read_traces(folder: Path) -> TracedRun:
@@ -59,14 +63,31 @@ def read_traces(folder: Path) -> TracedRun:
     Raises:
         UsageError: A rank is missing, or there is no complete training iteration.
     """
-    ranks = read_rank_files(folder)
+    try:
+        ranks = read_rank(folder)
+    except UsageError as error:
+        raise UsageError(f"--from-trace: {error}") from None
+    return traced_run(ranks, f"--from-trace {folder}")
+
+
+def traced_run(ranks: Mapping[int, RankTrace], name: str) -> TracedRun:
+    """What traces that have been read say of their run.
+
+    Args:
+        ranks: The traces, by rank.
+        name: Of them, for messages.
+
+    Raises:
+        UsageError: A rank is missing, or there is no complete training iteration.
+    """
+    _check_complete(ranks, name)
     by_pipeline = sorted({tuple(rank.pipeline) for rank in ranks.values()})
     stages = len(by_pipeline[0])
     ordered = [ranks[number] for pipeline in by_pipeline for number in pipeline]
     complete = set.intersection(*(set(rank.batches) for rank in ordered))
     tasks = [task for rank in ordered for number in complete for task in rank.tasks[number]]
     if not tasks:
-        raise UsageError(f"--from-trace {folder}: no training iteration is complete on all ranks")
+        raise UsageError(f"{name}: no training iteration is complete on all ranks")
     microbatches = 1 + max(task.task.microbatch for task in tasks)
     chunks = 1 + max(task.task.chunk for task in tasks)
     splits = any(task.task.kind is Kind.WEIGHT for task in tasks)
@@ -81,7 +102,7 @@ def read_traces(folder: Path) -> TracedRun:
         _fill_hops(batch, ordered, number, messages, hop)
         batches.append(batch)
     if not batches:
-        raise UsageError(f"--from-trace {folder}: no training iteration is complete on all ranks")
+        raise UsageError(f"{name}: no training iteration is complete on all ranks")
     return TracedRun(
         stages=stages,
         chunks=chunks,
@@ -92,28 +113,33 @@ def read_traces(folder: Path) -> TracedRun:
         batches=batches,
         hop_latency=hop,
         task_overhead=overhead,
+        settings=_settings(ordered),
     )
 
 
-def read_rank_files(folder: Path) -> dict[int, RankTrace]:
-    """The traces of all ranks.
+def _settings(ranks: list[RankTrace]) -> dict[str, Any]:
+    """What the traces say of the run's settings; limits that differ are joined by commas."""
+    settings = dict(ranks[0].about.get("settings", {}))
+    limits = [str(rank.about.get("settings", {}).get("live limit")) for rank in ranks]
+    if len(set(limits)) > 1:
+        settings["live limit"] = ",".join(limits[: len(ranks[0].pipeline)])
+    return settings
+
+
+def _check_complete(ranks: Mapping[int, RankTrace], name: str) -> None:
+    """Refuse traces of which a rank's is missing.
 
     Raises:
-        UsageError: One is missing or cut off.
+        UsageError: One is.
     """
-    try:
-        ranks = read_rank(folder)
-    except UsageError as error:
-        raise UsageError(f"--from-trace: {error}") from None
     world = next(iter(ranks.values())).world_size
     missing = sorted(set(range(world)) - set(ranks))
     if missing:
         names = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if missing[8:] else "")
         raise UsageError(
-            f"--from-trace {folder}: there is no trace of rank {names} of {world}; "
+            f"{name}: there is no trace of rank {names} of {world}; "
             "trace a run that all ranks finish"
         )
-    return ranks
 
 
 def _batch(
