@@ -77,13 +77,19 @@ type Block = Paragraph | Note | Code | Table | Picture | Timeline
 
 
 @dataclass
+class Pair:
+    """Blocks side by side where there is room, one of each run."""
+
+    blocks: Sequence[Block]
+
+
+@dataclass
 class Section:
     """A part of the page under a heading."""
 
     anchor: str
     title: str
-    blocks: list[Block] = field(default_factory=list)
-    wide: bool = False
+    blocks: list[Block | Pair] = field(default_factory=list)
 
 
 def number(value: float | None, digits: int = 1, unit: str = "") -> str:

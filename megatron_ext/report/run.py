@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -179,8 +179,3 @@ def _missing(run: Run) -> list[str]:
     if run.ranks and not any("memory" in rank.about for rank in run.ranks):
         missing.append("No memory: only traces of a training have it, not those of a simulation.")
     return missing
-
-
-def rank_rows(run: Run, cells: Callable[[RankTrace], Sequence[str]]) -> list[list[str]]:
-    """A row of a table for every rank."""
-    return [[run.label(rank), *cells(rank)] for rank in run.ranks]
