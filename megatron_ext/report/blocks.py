@@ -68,6 +68,8 @@ class Timeline:
     name: str
     label: str
     picture: Picture
+    heading: str
+    """Above it; empty for none."""
     data: str
     """JSON for the script, safe inside a script element."""
     kind: str = "timeline"

@@ -14,6 +14,7 @@ from megatron_ext.simulate.rank_trace import RankTrace
 
 type Interval = tuple[float, float, Cause]
 _SLACK = 2e-3  # of times that were rounded, in ms
+_SEEN_MS = 0.1  # shorter decisions are counted, and not kept one by one
 
 
 @dataclass
@@ -176,7 +177,7 @@ class _Sweep:
         if end <= start:
             return
         self._time.by_cause[cause] += end - start
-        if cause is not Cause.AGREEMENT:
+        if cause is not Cause.AGREEMENT or end - start > _SEEN_MS:
             self._time.intervals.append((start, end, cause))
 
 

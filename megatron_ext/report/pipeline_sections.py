@@ -49,7 +49,8 @@ def timeline_section(runs: Sequence[Run]) -> Section:
     section = Section("timeline", "Timeline")
     for index, run in enumerate(runs):
         if run.iterations:
-            section.blocks.append(timeline(run, f"timeline-{index}"))
+            heading = run.name if len(runs) > 1 else ""
+            section.blocks.append(timeline(run, f"timeline-{index}", heading))
     return section
 
 

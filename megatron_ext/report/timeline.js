@@ -213,7 +213,7 @@
       const first = inside.length ? inside[0][0] : null;
       const last = inside.length ? inside[inside.length - 1][0] : null;
       const which = first === null ? "" : first === last ? `, iteration ${first}` : `, iterations ${first} to ${last}`;
-      return `${time(begin)} to ${time(end)}${which}`;
+      return `${begin < 0.5 ? "0" : time(begin)} to ${time(end)}${which}`;
     }
 
     pan(part) {
@@ -550,7 +550,7 @@
         context.fillStyle = this.faint;
         context.fillRect(x, 29, 1, 6);
         context.fillStyle = this.ink;
-        const text = time(t);
+        const text = t < 0.5 ? "0" : time(t);
         if (x + 6 * text.length + 3 < this.width) context.fillText(text, x + 3, 32);
       }
     }

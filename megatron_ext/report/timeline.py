@@ -29,7 +29,7 @@ CAUSE_NAMES = {
     Cause.FORWARD: "waits for an activation",
     Cause.BACKWARD: "waits for a gradient",
     Cause.MEMORY: "waits at the live limit",
-    Cause.AGREEMENT: "decides",
+    Cause.AGREEMENT: "between tasks",
     Cause.MESSAGE: "sends",
     Cause.UPDATE: "update, between iterations",
     Cause.DRAIN: "drain",
@@ -48,7 +48,7 @@ KEYS = (
     ("k-update", "update"),
     ("k-reduce", "gradient reduction"),
     *((f"c-{cause.name.lower()}", f"idle: {CAUSE_NAMES[cause]}") for cause in Cause
-      if cause not in (Cause.AGREEMENT, Cause.MESSAGE)),
+      if cause is not Cause.MESSAGE),
     ("k-live", "activations held, below the tasks; the line is the limit"),
 )  # fmt: skip
 _COLOURS = {
@@ -65,12 +65,13 @@ HELP = (
 )
 
 
-def timeline(run: Run, name: str) -> Timeline:
+def timeline(run: Run, name: str, heading: str = "") -> Timeline:
     """The timeline of a run.
 
     Args:
         run: With traces.
         name: Id of the element, unique on the page.
+        heading: Above it.
     """
     rows = list(zip(run.ranks, run.times, strict=True))[:MOST_ROWS]
     last = _last_iteration(run)
@@ -95,7 +96,8 @@ def timeline(run: Run, name: str) -> Timeline:
         "batches": [_batch(run, number, begin) for number in shown],
         "rows": [_row(run, rank, time, begin, end) for rank, time in rows],
     }
-    return Timeline(name, label, _static(run, rows, shown, note), script_json(data))
+    picture = _static(run, rows, shown, note)
+    return Timeline(name, label, picture, heading, script_json(data))
 
 
 def script_json(value: Any) -> str:
