@@ -70,6 +70,8 @@ def _simulate(run: TracedRun) -> WhatIf:
         replicas=run.replicas,
         iterations=1,
         task_overhead=run.task_overhead,
+        update=run.update,
+        norm_latency=run.norm_latency,
     )
     replay = Replay(run, pipeline, Network(latency=run.hop_latency), _WEIGHT_SHARE)
     ran = replay.known_policy() or replay.likely_policy()

@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,49 @@ class RankTrace:
         """Number of the first microbatch of a batch; above 0 where batches do not drain."""
         return int(self.details[iteration].get("first microbatch", 0))
 
-    def gaps(self, number: int) -> Iterator[tuple[Task, float]]:
-        """Tasks of a batch that no wait precedes, and the time since the task before."""
-        waited = sorted(start for start, _ in self.waits)
-        for before, after in pairwise(self.tasks[number]):
-            first = bisect_right(waited, before.ended - _SLACK)
-            if first == len(waited) or waited[first] > after.started:
-                yield after.task, max(after.started - before.ended, 0.0)
+    def owner(self, iteration: int, task: Task) -> tuple[int, Task]:
+        """The iteration that a task is of, and the task with its microbatch counted in that.
+
+        Args:
+            iteration: During which it ran; under 2BW it may be of the next one.
+            task: As traced.
+        """
+        size = int(self.details[iteration].get("microbatches", 0))
+        place = task.microbatch - self.first_microbatch(iteration)
+        if size and place >= size:
+            return iteration + 1, task._replace(microbatch=place - size)
+        return iteration, task._replace(microbatch=place)
+
+    def owned(self) -> dict[int, list[RanTask]]:
+        """The tasks of every iteration in the order in which they ran, microbatches from 0."""
+        found: dict[int, list[RanTask]] = {}
+        for iteration in sorted(self.tasks):
+            for ran in self.tasks[iteration]:
+                owner, task = self.owner(iteration, ran.task)
+                found.setdefault(owner, []).append(RanTask(task, ran.started, ran.ended))
+        return found
+
+    def gaps(self, iteration: int) -> Iterator[tuple[int, Task, float]]:
+        """Tasks that ran during a batch and that no wait or update precedes.
+
+        Yields:
+            The iteration that the task is of, the task, and the time since the task before.
+        """
+        apart = self._apart
+        for before, after in pairwise(self.tasks[iteration]):
+            first = bisect_right(apart, before.ended - _SLACK)
+            if first == len(apart) or apart[first] > after.started:
+                owner, task = self.owner(iteration, after.task)
+                yield owner, task, max(after.started - before.ended, 0.0)
+
+    @cached_property
+    def _apart(self) -> list[float]:
+        return sorted(start for start, _ in (*self.waits, *self.updates))
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether batches go through the pipeline without a drain, as with two weight versions."""
+        return bool(self.updates) or any(self.first_microbatch(i) for i in self.batches)
 
 
 def read_rank(folder: Path, warnings: list[str] | None = None) -> dict[int, RankTrace]:

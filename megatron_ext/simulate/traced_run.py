@@ -20,6 +20,7 @@ from megatron_ext.simulate.outcome import RanTask
 from megatron_ext.simulate.rank_trace import RankTrace, read_rank
 from megatron_ext.simulate.task_times import TaskTimes
 
+_SLACK = 2e-3  # of times that were rounded, in ms
 _COMPUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 
@@ -30,7 +31,8 @@ class TracedBatch:
     iteration: int
     times: TaskTimes
     makespan: float
-    """From the first stage's start to the end of the last task on any stage."""
+    """From the first stage's start to the end of the last task on any stage; where batches
+    overlap, from the end of the last task of the batch before."""
     orders: list[list[Task]]
     """Tasks as they ran, [replica * stages + stage]."""
     hops: tuple[Array, Array]
@@ -55,6 +57,12 @@ class TracedRun:
     """Mean time between two tasks with no wait between them."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the traces say of the run's settings, such as hint and live limit."""
+    continuous: bool = False
+    """Whether batches overlap (two weight versions)."""
+    update: float = 0.0
+    """Mean time that an update takes from a stage's tasks, where batches overlap."""
+    norm_latency: float = 0.0
+    """Time that it waits for other stages after the last of them has ended the batch."""
 
 
 def read_traces(folder: Path) -> TracedRun:
@@ -82,38 +90,104 @@ def traced_run(ranks: Mapping[int, RankTrace], name: str) -> TracedRun:
     """
     _check_complete(ranks, name)
     by_pipeline = sorted({tuple(rank.pipeline) for rank in ranks.values()})
-    stages = len(by_pipeline[0])
     ordered = [ranks[number] for pipeline in by_pipeline for number in pipeline]
-    complete = set.intersection(*(set(rank.batches) for rank in ordered))
-    tasks = [task for rank in ordered for number in complete for task in rank.tasks[number]]
+    continuous = any(rank.is_continuous for rank in ordered)
+    if continuous:
+        _leave_flushed_out(ordered)
+    shared = sorted(set.intersection(*(set(rank.batches) for rank in ordered)))
+    owned = [rank.owned() for rank in ordered]
+    tasks = [ran.task for tasks in owned for number in shared for ran in tasks.get(number, ())]
     if not tasks:
         raise UsageError(f"{name}: no training iteration is complete on all ranks")
-    microbatches = 1 + max(task.task.microbatch for task in tasks)
-    chunks = 1 + max(task.task.chunk for task in tasks)
-    splits = any(task.task.kind is Kind.WEIGHT for task in tasks)
-    overhead = _task_overhead(ordered, sorted(complete))
-    messages = _messages(ordered, overhead)
+    shape = _Shape(
+        microbatches=1 + max(task.microbatch for task in tasks),
+        chunks=1 + max(task.chunk for task in tasks),
+        splits=any(task.kind is Kind.WEIGHT for task in tasks),
+        overhead=_task_overhead(ordered, shared),
+    )
+    messages = _messages(ordered, shape.overhead)
     hop = statistics.median(latency for *_, latency in messages) if messages else 0.0
     batches = []
-    for number in sorted(complete):
-        batch = _batch(ordered, number, microbatches, chunks, splits, overhead)
+    for number in shared:
+        mine = [tasks.get(number, []) for tasks in owned]
+        batch = _batch(ordered, mine, number, shape, continuous)
         if batch is None:  # cut off, or of another size
             continue
-        _fill_hops(batch, ordered, number, messages, hop)
+        _fill_hops(batch, ordered, messages, hop)
         batches.append(batch)
     if not batches:
         raise UsageError(f"{name}: no training iteration is complete on all ranks")
+    update, norm_latency = _updates(ordered, shared, owned) if continuous else (0.0, 0.0)
     return TracedRun(
-        stages=stages,
-        chunks=chunks,
+        stages=len(by_pipeline[0]),
+        chunks=shape.chunks,
         replicas=len(by_pipeline),
-        microbatches=microbatches,
-        splits_weight=splits,
+        microbatches=shape.microbatches,
+        splits_weight=shape.splits,
         peak_live=max(rank.peak_live for rank in ordered),
         batches=batches,
         hop_latency=hop,
-        task_overhead=overhead,
+        task_overhead=shape.overhead,
         settings=_settings(ordered),
+        continuous=continuous,
+        update=update,
+        norm_latency=norm_latency,
+    )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What all batches of a run have in common."""
+
+    microbatches: int
+    chunks: int
+    splits: bool
+    overhead: float
+
+
+def _leave_flushed_out(ranks: list[RankTrace]) -> None:
+    """Where a run begins or ends synchronously, only its delayed iterations are of one kind."""
+    flushed = {
+        number
+        for rank in ranks
+        for number in rank.batches
+        if not rank.details[number].get("weight lag") and rank.first_microbatch(number) == 0
+        and not any(start >= rank.batches[number][0] and end <= rank.batches[number][1] + _SLACK
+                    for start, end in rank.updates)
+    }  # fmt: skip
+    for rank in ranks:
+        for number in flushed & set(rank.batches):
+            del rank.batches[number], rank.tasks[number]
+
+
+def _updates(
+    ranks: list[RankTrace], numbers: list[int], owned: list[dict[int, list[RanTask]]]
+) -> tuple[float, float]:
+    """What ends a batch that others overlap.
+
+    Returns:
+        Mean time that an update takes from the tasks of a stage, with what Megatron's loop does
+        until the stage goes on; and median time from the end of the last stage's last task to
+        the end of the update, less the former's pieces after it.
+    """
+    taken, waited = [], []
+    for number in numbers:
+        lasts = [tasks[number][-1].ended for tasks in owned if tasks.get(number)]
+        if len(lasts) < len(ranks):
+            continue
+        last = max(lasts)
+        for rank in ranks:
+            start, end = rank.batches[number]
+            pieces = [span for span in rank.updates if start - _SLACK <= span[0] <= end]
+            loop = rank.batches[number + 1][0] - end if number + 1 in rank.batches else None
+            computing = sum(stop - begun for begun, stop in pieces)
+            after = sum(stop - max(begun, last) for begun, stop in pieces if stop > last)
+            waited.append(max(end - last - after, 0.0))
+            if loop is not None:
+                taken.append(computing + loop)
+    return (
+        statistics.fmean(taken) if taken else 0.0,
+        statistics.median(waited) if waited else 0.0,
     )
 
 
@@ -144,38 +218,55 @@ def _check_complete(ranks: Mapping[int, RankTrace], name: str) -> None:
 
 def _batch(
     ranks: list[RankTrace],
+    owned: list[list[RanTask]],
     number: int,
-    microbatches: int,
-    chunks: int,
-    splits: bool,
-    overhead: float,
+    shape: _Shape,
+    continuous: bool,
 ) -> TracedBatch | None:
     """The times of a batch; None if a task is missing.
 
     Where the time before a task differs from the mean overhead, the difference goes to the task.
     """
-    shape = (len(ranks) * chunks, microbatches)
-    tables: dict[Kind, Array] = {kind: np.full(shape, np.nan) for kind in _COMPUTED}
-    if not splits:
+    chunks = shape.chunks
+    size = (len(ranks) * chunks, shape.microbatches)
+    tables: dict[Kind, Array] = {kind: np.full(size, np.nan) for kind in _COMPUTED}
+    if not shape.splits:
         tables[Kind.WEIGHT][:] = 0
-    orders = []
-    for index, rank in enumerate(ranks):
-        for ran in rank.tasks[number]:
+    for index, (rank, tasks) in enumerate(zip(ranks, owned, strict=True)):
+        for ran in tasks:
             kind, microbatch, chunk = ran.task
             tables[kind][index * chunks + chunk, microbatch] = ran.ended - ran.started
-        for (kind, microbatch, chunk), gap in rank.gaps(number):
-            tables[kind][index * chunks + chunk, microbatch] += gap - overhead
-        orders.append([ran.task for ran in rank.tasks[number]])
+        for during in (number - 1, number):
+            for owner, (kind, microbatch, chunk), gap in (
+                rank.gaps(during) if (during in rank.tasks) else ()
+            ):
+                if owner == number:
+                    row = index * chunks + chunk
+                    tables[kind][row, microbatch] += gap - shape.overhead
     if any(np.isnan(table).any() for table in tables.values()):
         return None
     for table in tables.values():
         np.maximum(table, 0, out=table)
     whole = tables[Kind.BACKWARD] + tables[Kind.WEIGHT]
-    started = min(rank.batches[number][0] for rank in ranks if rank.stage == 0)
-    ended = max(rank.tasks[number][-1].ended for rank in ranks)
+    ended = max(tasks[-1].ended for tasks in owned)
+    if continuous:
+        before = [_last_of(rank, number - 1) for rank in ranks]
+        started = max(end for end in before if end is not None) if any(before) else None
+        if started is None:  # the first one: nothing to count from
+            started = min(rank.batches[number][0] for rank in ranks if rank.stage == 0)
+    else:
+        started = min(rank.batches[number][0] for rank in ranks if rank.stage == 0)
+    orders = [[ran.task for ran in tasks] for tasks in owned]
     times = TaskTimes(tables[Kind.FORWARD], whole, tables[Kind.WEIGHT])
-    hops = np.zeros(shape), np.zeros(shape)
-    return TracedBatch(number, times, ended - started, orders, hops)
+    return TracedBatch(number, times, ended - started, orders, (np.zeros(size), np.zeros(size)))
+
+
+def _last_of(rank: RankTrace, number: int) -> float | None:
+    """When the last task of a batch ended on a rank; None where that was not traced."""
+    if number not in rank.tasks:
+        return None
+    ends = [one.ended for one in rank.tasks[number] if rank.owner(number, one.task)[0] == number]
+    return ends[-1] if ends else None
 
 
 def _messages(ranks: list[RankTrace], overhead: float) -> list[tuple[int, RanTask, float]]:
@@ -202,7 +293,6 @@ def _messages(ranks: list[RankTrace], overhead: float) -> list[tuple[int, RanTas
 def _fill_hops(
     batch: TracedBatch,
     ranks: list[RankTrace],
-    number: int,
     messages: list[tuple[int, RanTask, float]],
     hop: float,
 ) -> None:
@@ -211,13 +301,20 @@ def _fill_hops(
     for table in batch.hops:
         table[:] = hop
     for index, sender, latency in messages:
-        start, end = ranks[index].batches[number]
-        kind, microbatch, chunk = sender.task
-        if start <= sender.started <= end and kind is not Kind.WEIGHT:
-            batch.hops[kind][index * chunks + chunk, microbatch] = latency
+        rank = ranks[index]
+        if sender.task.kind is Kind.WEIGHT:
+            continue
+        for during in (batch.iteration - 1, batch.iteration):
+            if during not in rank.batches:
+                continue
+            start, end = rank.batches[during]
+            if start <= sender.started <= end:
+                owner, (kind, microbatch, chunk) = rank.owner(during, sender.task)
+                if owner == batch.iteration:
+                    batch.hops[kind][index * chunks + chunk, microbatch] = latency
 
 
 def _task_overhead(ranks: list[RankTrace], numbers: list[int]) -> float:
     """Mean gap between neighbouring tasks that no wait stands between."""
-    gaps = [gap for rank in ranks for number in numbers for _, gap in rank.gaps(number)]
+    gaps = [gap for rank in ranks for number in numbers for *_, gap in rank.gaps(number)]
     return statistics.fmean(gaps) if gaps else 0.0
