@@ -168,7 +168,7 @@ class _Sweep:
             self._add(start, end, Cause.FILL)
             return
         drained = start
-        if not is_continuous(self._rank, iteration) or self._is_last(iteration):
+        if iteration not in self._rank.continuous or self._is_last(iteration):
             drained = min(max(self._ended[iteration], start), end)
             self._add(start, drained, Cause.DRAIN)
         self._add(drained, end, Cause.UPDATE)
@@ -205,7 +205,7 @@ class _Progress:
         given = int(self._rank.details[iteration].get("microbatches", 0))
         self._size = given or 1 + max(one.task.microbatch for one in tasks)
         self._batch = first // self._size
-        self.continuous = is_continuous(self._rank, iteration)
+        self.continuous = iteration in self._rank.continuous
         if first == 0:
             self._forwards.clear()
             self._forwards_of.clear()
@@ -275,8 +275,3 @@ def _within(
 ) -> list[tuple[float, float]]:
     """Those that start in a time."""
     return spans[bisect_left(spans, (begin,)) : bisect_left(spans, (end,))]
-
-
-def is_continuous(rank: RankTrace, iteration: int) -> bool:
-    """Whether a batch is one of several that go through the pipeline without a drain."""
-    return rank.first_microbatch(iteration) > 0 or bool(rank.updates)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.report.idle import is_continuous
 from megatron_ext.simulate.rank_trace import RankTrace
 
 
@@ -41,7 +40,7 @@ def batch_lags(ranks: Sequence[RankTrace]) -> list[BatchLag]:
             mine = [one for one in rank.tasks[iteration] if one.task.microbatch < first + size]
             own += len(mine)
             ran += len(rank.tasks[iteration]) - len(mine)
-            if is_continuous(rank, iteration) and mine:
+            if iteration in rank.continuous and mine:
                 after = max(after or 0.0, rank.batches[iteration][1] - mine[-1].ended)
         found.append(BatchLag(iteration, lag, after, ran, own + ran))
     return found

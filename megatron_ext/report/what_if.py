@@ -72,6 +72,7 @@ def _simulate(run: TracedRun) -> WhatIf:
         task_overhead=run.task_overhead,
         update=run.update,
         norm_latency=run.norm_latency,
+        reduction=run.reduction,
     )
     replay = Replay(run, pipeline, Network(latency=run.hop_latency), _WEIGHT_SHARE)
     ran = replay.known_policy() or replay.likely_policy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -106,10 +107,18 @@ class RankTrace:
     def _apart(self) -> list[float]:
         return sorted(start for start, _ in (*self.waits, *self.updates))
 
-    @property
-    def is_continuous(self) -> bool:
-        """Whether batches go through the pipeline without a drain, as with two weight versions."""
-        return bool(self.updates) or any(self.first_microbatch(i) for i in self.batches)
+    @cached_property
+    def continuous(self) -> frozenset[int]:
+        """Iterations that go through the pipeline without a drain before or after them."""
+        sharing = Counter(int(details["batch"]) for details in self.details.values())
+        starts = [start for start, _ in self.updates]
+        return frozenset(
+            iteration
+            for iteration, (begin, end) in self.batches.items()
+            if self.first_microbatch(iteration)
+            or sharing[int(self.details[iteration]["batch"])] > 1
+            or any(begin <= start <= end for start in starts)
+        )
 
 
 def read_rank(folder: Path, warnings: list[str] | None = None) -> dict[int, RankTrace]:

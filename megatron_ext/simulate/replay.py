@@ -54,14 +54,16 @@ class Replay:
     def _predict_continuous(self, policy: Policy) -> list[float]:
         """From end to end of batches that overlap.
 
-        The first and the last one are run once more, before and after all: so each batch has
-        neighbours as in the middle of the run.
+        Where the trace shows the middle of a run, the first and the last batch are run once more,
+        before and after all, so that each batch has neighbours as it had in the run.
         """
-        batches = self.run.batches
-        around = [batches[0], *batches, batches[-1]]
-        job = self._job_of(around, self.run.microbatches)
-        ended = job.run(job.draw(0), policy).batch_ended
-        return [after - before for before, after in pairwise(ended[:-1])]
+        run = self.run
+        before, after = run.batches[: not run.begins], run.batches[len(run.batches) - 1 :]
+        around = [*before, *run.batches, *(() if run.drains else after)]
+        job = self._job_of(around, run.microbatches)
+        ended = [0.0, *job.run(job.draw(0), policy).batch_ended]
+        ended = ended[len(before) : len(before) + len(run.batches) + 1]
+        return [end - start for start, end in pairwise(ended)]
 
     def known_policy(self) -> Policy | None:
         """The policy that the trace's settings name; None where they name none known here."""

@@ -37,6 +37,7 @@ def given_replay(args: argparse.Namespace) -> Replay:
             pipeline,
             update=args.update or run.update,
             norm_latency=args.norm_latency or run.norm_latency,
+            reduction=args.reduction or run.reduction,
         )
     if args.hop_latency is None:
         network = replace(network, latency=run.hop_latency)

@@ -62,7 +62,13 @@ class TracedRun:
     update: float = 0.0
     """Mean time that an update takes from a stage's tasks, where batches overlap."""
     norm_latency: float = 0.0
-    """Time that it waits for other stages after the last of them has ended the batch."""
+    """Time that it waits for other ranks after the last stage has ended the batch."""
+    reduction: float = 0.0
+    """The same after the last replica of its own stage has, where stages do not wait for others."""
+    begins: bool = True
+    """Whether the pipeline was empty before the first batch."""
+    drains: bool = True
+    """Whether it was empty after the last one."""
 
 
 def read_traces(folder: Path) -> TracedRun:
@@ -91,10 +97,11 @@ def traced_run(ranks: Mapping[int, RankTrace], name: str) -> TracedRun:
     _check_complete(ranks, name)
     by_pipeline = sorted({tuple(rank.pipeline) for rank in ranks.values()})
     ordered = [ranks[number] for pipeline in by_pipeline for number in pipeline]
-    continuous = any(rank.is_continuous for rank in ordered)
-    if continuous:
-        _leave_flushed_out(ordered)
     shared = sorted(set.intersection(*(set(rank.batches) for rank in ordered)))
+    delayed = [n for n in shared if any(n in rank.continuous for rank in ordered)]
+    continuous = bool(delayed)
+    if continuous:  # where a run also has synchronous iterations, they are of another kind
+        shared = delayed
     owned = [rank.owned() for rank in ordered]
     tasks = [ran.task for tasks in owned for number in shared for ran in tasks.get(number, ())]
     if not tasks:
@@ -117,7 +124,9 @@ def traced_run(ranks: Mapping[int, RankTrace], name: str) -> TracedRun:
         batches.append(batch)
     if not batches:
         raise UsageError(f"{name}: no training iteration is complete on all ranks")
-    update, norm_latency = _updates(ordered, shared, owned) if continuous else (0.0, 0.0)
+    settings = _settings(ordered)
+    all_stages = settings.get("2BW clip", "exact") == "exact"
+    update, waits = _updates(ordered, shared, owned, all_stages) if continuous else (0.0, 0.0)
     return TracedRun(
         stages=len(by_pipeline[0]),
         chunks=shape.chunks,
@@ -128,10 +137,13 @@ def traced_run(ranks: Mapping[int, RankTrace], name: str) -> TracedRun:
         batches=batches,
         hop_latency=hop,
         task_overhead=shape.overhead,
-        settings=_settings(ordered),
+        settings=settings,
         continuous=continuous,
         update=update,
-        norm_latency=norm_latency,
+        norm_latency=waits if all_stages else 0.0,
+        reduction=0.0 if all_stages else waits,
+        begins=all(rank.first_microbatch(batches[0].iteration) == 0 for rank in ordered),
+        drains=all(batches[-1].iteration + 1 not in tasks for tasks in owned),
     )
 
 
@@ -145,46 +157,42 @@ class _Shape:
     overhead: float
 
 
-def _leave_flushed_out(ranks: list[RankTrace]) -> None:
-    """Where a run begins or ends synchronously, only its delayed iterations are of one kind."""
-    flushed = {
-        number
-        for rank in ranks
-        for number in rank.batches
-        if not rank.details[number].get("weight lag") and rank.first_microbatch(number) == 0
-        and not any(start >= rank.batches[number][0] and end <= rank.batches[number][1] + _SLACK
-                    for start, end in rank.updates)
-    }  # fmt: skip
-    for rank in ranks:
-        for number in flushed & set(rank.batches):
-            del rank.batches[number], rank.tasks[number]
-
-
 def _updates(
-    ranks: list[RankTrace], numbers: list[int], owned: list[dict[int, list[RanTask]]]
+    ranks: list[RankTrace],
+    numbers: list[int],
+    owned: list[dict[int, list[RanTask]]],
+    all_stages: bool,
 ) -> tuple[float, float]:
     """What ends a batch that others overlap.
 
     Returns:
         Mean time that an update takes from the tasks of a stage, with what Megatron's loop does
-        until the stage goes on; and median time from the end of the last stage's last task to
-        the end of the update, less the former's pieces after it.
+        until the stage goes on; and median time from the last task on all ranks that it waits for
+        to its end on the rank that is first, less its own pieces after that task.
     """
     taken, waited = [], []
     for number in numbers:
         lasts = [tasks[number][-1].ended for tasks in owned if tasks.get(number)]
         if len(lasts) < len(ranks):
             continue
-        last = max(lasts)
+        waits: dict[int, list[float]] = {}
         for rank in ranks:
+            awaited = [
+                end
+                for other, end in zip(ranks, lasts, strict=True)
+                if all_stages or other.stage == rank.stage
+            ]
+            last, group = max(awaited), 0 if all_stages else rank.stage
             start, end = rank.batches[number]
             pieces = [span for span in rank.updates if start - _SLACK <= span[0] <= end]
             loop = rank.batches[number + 1][0] - end if number + 1 in rank.batches else None
             computing = sum(stop - begun for begun, stop in pieces)
             after = sum(stop - max(begun, last) for begun, stop in pieces if stop > last)
-            waited.append(max(end - last - after, 0.0))
+            waits.setdefault(group, []).append(max(end - last - after, 0.0))
             if loop is not None:
                 taken.append(computing + loop)
+        # Others may have been in the middle of a task.
+        waited += [min(found) for found in waits.values()]
     return (
         statistics.fmean(taken) if taken else 0.0,
         statistics.median(waited) if waited else 0.0,
