@@ -73,7 +73,8 @@ def stacked_bars(bars: Sequence[Bar], title: str) -> Markup:
             drawing.boxes([(x, y, width, step - 6)], name)
             if width > 34:
                 share = f"{100 * length / whole:.0f}%"
-                drawing.text(x + width / 2, y + step / 2 + 2, share, anchor="middle")
+                ink = "light" if name.startswith("k-") else ""
+                drawing.text(x + width / 2, y + step / 2 + 2, share, ink, "middle")
             x += width
     return drawing.done()
 
@@ -99,7 +100,7 @@ def line_chart(
     height: float = 260,
     y_range: tuple[float, float] | None = None,
 ) -> Markup:
-    """Lines over one horizontal axis; values that are no numbers leave gaps."""
+    """Lines over one horizontal axis; what is no number, or outside of `y_range`, leaves a gap."""
     drawing = Drawing(height, title)
     finite = [
         (x, y) for curve in curves for x, y in zip(curve.xs, curve.ys, strict=True) if _is_ok(x, y)
@@ -112,10 +113,9 @@ def line_chart(
     margin = 0.05 * (high_y - low_y) or 0.05 * abs(high_y) or 1.0
     low_y, high_y = low_y - margin, high_y + margin
     span_x = (high_x - low_x) or 1.0
-    right, bottom, top = WIDTH - 12, height - 40, 12
+    right, bottom, top = WIDTH - 12, height - 40, 26
 
     def place(x: float, y: float) -> tuple[float, float]:
-        y = min(max(y, low_y), high_y)
         return (
             _LEFT + (right - _LEFT) * (x - low_x) / span_x,
             bottom - (bottom - top) * (y - low_y) / (high_y - low_y),
@@ -131,11 +131,11 @@ def line_chart(
         drawing.text(x, bottom + 17, f"{value:g}", "soft", "middle")
     drawing.path(f"M{_LEFT} {bottom}H{right}", "axis")
     drawing.text((_LEFT + right) / 2, height - 6, x_label, "soft", "middle")
-    drawing.text(_LEFT + 4, top + 4, y_label, "soft")
+    drawing.text(_LEFT, 14, y_label, "soft")
     for curve in curves:
         data, pen = [], "M"
         for x, y in zip(curve.xs, curve.ys, strict=True):
-            if not _is_ok(x, y):
+            if not _is_ok(x, y) or not low_y <= y <= high_y:
                 pen = "M"
                 continue
             at_x, at_y = place(x, y)

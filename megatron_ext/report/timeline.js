@@ -61,8 +61,10 @@
       this.sums = [0, 1, 2].map(() => new Float64Array(this.count + 1));
       for (let i = 0; i < this.count; i++) {
         const colour = colours[this.kinds[i]] || background;
+        // Idle times are drawn at less than full height elsewhere, so they are paler here.
+        const weight = this.lengths[i] * (this.kinds[i] >= FIRST_IDLE ? 0.45 : 1);
         for (let c = 0; c < 3; c++) {
-          this.sums[c][i + 1] = this.sums[c][i] + this.lengths[i] * (colour[c] - background[c]);
+          this.sums[c][i + 1] = this.sums[c][i] + weight * (colour[c] - background[c]);
         }
       }
     }
@@ -550,7 +552,8 @@
         context.fillStyle = this.faint;
         context.fillRect(x, 29, 1, 6);
         context.fillStyle = this.ink;
-        const text = t < 0.5 ? "0" : time(t);
+        const decimals = Math.max(0, Math.ceil(-Math.log10(step / 1e3) - 1e-9));
+        const text = t < 0.5 ? "0" : (t / 1e3).toFixed(decimals) + " ms";
         if (x + 6 * text.length + 3 < this.width) context.fillText(text, x + 3, 32);
       }
     }

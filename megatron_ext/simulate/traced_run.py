@@ -60,7 +60,7 @@ class TracedRun:
     continuous: bool = False
     """Whether batches overlap (two weight versions)."""
     update: float = 0.0
-    """Mean time that an update takes from a stage's tasks, where batches overlap."""
+    """Median time that an update takes from a stage's tasks, where batches overlap."""
     norm_latency: float = 0.0
     """Time that it waits for other ranks after the last stage has ended the batch."""
     reduction: float = 0.0
@@ -166,7 +166,7 @@ def _updates(
     """What ends a batch that others overlap.
 
     Returns:
-        Mean time that an update takes from the tasks of a stage, with what Megatron's loop does
+        Median time that an update takes from the tasks of a stage, with what Megatron's loop does
         until the stage goes on; and median time from the last task on all ranks that it waits for
         to its end on the rank that is first, less its own pieces after that task.
     """
@@ -185,7 +185,7 @@ def _updates(
             last, group = max(awaited), 0 if all_stages else rank.stage
             start, end = rank.batches[number]
             pieces = [span for span in rank.updates if start - _SLACK <= span[0] <= end]
-            loop = rank.batches[number + 1][0] - end if number + 1 in rank.batches else None
+            loop = _loop_time(rank, number)
             computing = sum(stop - begun for begun, stop in pieces)
             after = sum(stop - max(begun, last) for begun, stop in pieces if stop > last)
             waits.setdefault(group, []).append(max(end - last - after, 0.0))
@@ -194,7 +194,7 @@ def _updates(
         # Others may have been in the middle of a task.
         waited += [min(found) for found in waits.values()]
     return (
-        statistics.fmean(taken) if taken else 0.0,
+        statistics.median(taken) if taken else 0.0,
         statistics.median(waited) if waited else 0.0,
     )
 
@@ -222,6 +222,15 @@ def _check_complete(ranks: Mapping[int, RankTrace], name: str) -> None:
             f"{name}: there is no trace of rank {names} of {world}; "
             "trace a run that all ranks finish"
         )
+
+
+def _loop_time(rank: RankTrace, number: int) -> float | None:
+    """Time from the end of a batch to the next one on a rank, less evaluations between."""
+    if number + 1 not in rank.batches:
+        return None
+    start, end = rank.batches[number][1], rank.batches[number + 1][0]
+    evaluated = sum(stop - at for at, stop in rank.evaluations if start <= at and stop <= end)
+    return max(end - start - evaluated, 0.0)
 
 
 def _batch(
