@@ -45,6 +45,8 @@ class Table:
     """Rows that stand out."""
     is_text: bool = False
     """Whether cells are words, and not numbers to be aligned."""
+    keeps_lines: bool = False
+    """Whether cells are not to be broken into lines."""
     folded: bool = False
     """Whether it is shown only when asked for."""
     kind: str = "table"

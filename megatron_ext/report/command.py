@@ -76,7 +76,11 @@ def _write_page(folders: list[Path], target: Path, column: str | None) -> None:
     from megatron_ext.report.page import page
     from megatron_ext.report.run import read_run
 
-    runs = [read_run(folder, column=column) for folder in folders]
+    def on_step(step: str) -> None:
+        if sys.stderr.isatty():
+            print(f"megatron-ext report: {step}", file=sys.stderr)
+
+    runs = [read_run(folder, column=column, on_step=on_step) for folder in folders]
     if len(runs) > 1 and runs[0].name == runs[1].name:
         for each, folder in zip(runs, folders, strict=True):
             each.name = str(folder)

@@ -59,14 +59,13 @@ class _Sweep:
     """Goes through what one rank did, in order of time."""
 
     def __init__(self, rank: RankTrace, ended: dict[int, float]) -> None:
-        settings = rank.about.get("settings", {})
-        hint = HINTS.get(str(settings.get("hint")))
+        hint = HINTS.get(str(rank.settings.get("hint")))
         self._rank = rank
         self._ended = ended
         self._fixed_order = hint is not None and hint.fixed_order
-        self._limit = settings.get("live limit")
-        self._last_planned = settings.get("iterations")
-        self._state = _Progress(rank, int(settings.get("chunks", 1)))
+        self._limit = rank.live_limit
+        self._last_planned = rank.settings.get("iterations")
+        self._state = _Progress(rank, rank.chunks)
         self._time = StageTime()
         self._waits, self._updates = sorted(rank.waits), sorted(rank.updates)
 
@@ -144,15 +143,15 @@ class _Sweep:
             return Cause.DRAIN
         if isinstance(next_task, Cause) or state.all_let_in_entered:
             return Cause.UPDATE
-        limited = self._limit is not None and state.entered >= int(self._limit)
+        limited = self._limit is not None and state.entered >= self._limit
         if self._fixed_order or not limited or state.awaits_forward:
             return Cause.BACKWARD
         return Cause.MEMORY
 
     def _is_last(self, iteration: int) -> bool:
         """Whether the pipeline drains at the end of this batch although it runs continuously."""
-        if self._last_planned is not None:
-            return iteration == int(self._last_planned)
+        if isinstance(self._last_planned, int):
+            return iteration == self._last_planned
         return iteration == max(self._rank.batches)
 
     def _outside(self, start: float, end: float, iteration: int | None) -> None:

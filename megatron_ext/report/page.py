@@ -78,7 +78,10 @@ def _remarks(runs: Sequence[Run]) -> Section:
                 Note(f"{run.name}: the loss rang {count} alarm{'s' * (count > 1)}.", "alarm")
             )
         section.blocks += [Note(f"{run.name}: {note}") for note in run.folder.notes]
-        section.blocks += [Note(f"{run.name}: {note}") for note in run.missing]
+    texts = list(dict.fromkeys(text for run in runs for text in run.missing))
+    for text in texts:
+        names = " and ".join(run.name for run in runs if text in run.missing)
+        section.blocks.append(Note(f"{names}: {text}"))
     if section.blocks:
         section.blocks.append(Paragraph("All else that was looked for was found."))
     return section

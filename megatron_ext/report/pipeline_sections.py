@@ -122,6 +122,7 @@ def tasks_section(runs: Sequence[Run]) -> Section:
     """How long tasks took and how much was held."""
     section = Section("stages", "Tasks and live microbatches")
     tables: list[Block] = []
+    over_limit: list[Block] = []
     for run in runs:
         if not run.iterations:
             continue
@@ -151,8 +152,11 @@ def tasks_section(runs: Sequence[Run]) -> Section:
             and rank.peak_live > limit
         ]
         if over:
-            tables.append(Note(f"{run.name}: above the live limit: {', '.join(over)}.", "alarm"))
-    section.blocks += tables
+            over_limit.append(
+                Note(f"{run.name}: above the live limit: {', '.join(over)}.", "alarm")
+            )
+    section.blocks.append(Pair(tables))
+    section.blocks += over_limit
     section.blocks.append(
         Paragraph(
             "Held are the activations of microbatches, one per model chunk, from the forward to "
@@ -193,6 +197,7 @@ def messages_section(runs: Sequence[Run]) -> Section:
 def decisions_section(runs: Sequence[Run]) -> Section:
     """What choosing tasks cost."""
     section = Section("decisions", "Dispatch and agreement")
+    tables: list[Block] = []
     for run in runs:
         if not run.iterations:
             continue
@@ -213,11 +218,11 @@ def decisions_section(runs: Sequence[Run]) -> Section:
             cells.append(percent(total / (time.whole or 1), 2))
             rows.append(cells)
         if not any(row[1] != "0" for row in rows):
-            section.blocks.append(
+            tables.append(
                 Paragraph(f"{run.name}: these traces do not say how long decisions took.")
             )
             continue
-        section.blocks.append(
+        tables.append(
             Table(
                 f"{run.name}: time to choose a task",
                 [
@@ -228,6 +233,7 @@ def decisions_section(runs: Sequence[Run]) -> Section:
                 folded=len(rows) > _FOLDED_ABOVE,
             )
         )  # fmt: skip
+    section.blocks.append(Pair(tables))
     section.blocks.append(
         Paragraph(
             "Dispatch is the time to choose a task; agreement is the same where ranks that share "
@@ -287,6 +293,7 @@ def weights_section(runs: Sequence[Run]) -> Section:
 def memory_section(runs: Sequence[Run]) -> Section:
     """How much memory ranks took."""
     section = Section("memory", "Memory")
+    tables: list[Block] = []
     for run in runs:
         ranks = [rank for rank in run.ranks if "memory" in rank.about]
         rows = []
@@ -300,7 +307,7 @@ def memory_section(runs: Sequence[Run]) -> Section:
                 rows.append([run.label(rank), size(values[0]), size(values[-1])])
         if rows:
             what = str(ranks[0].about["memory"])
-            section.blocks.append(
+            tables.append(
                 Table(
                     f"{run.name}: {what}",
                     ["stage", "after the first traced batch", "after the last one"],
@@ -309,17 +316,19 @@ def memory_section(runs: Sequence[Run]) -> Section:
                 )
             )
         else:
-            section.blocks.append(Paragraph(f"{run.name}: no memory was traced."))
+            tables.append(Paragraph(f"{run.name}: no memory was traced."))
+    section.blocks.append(Pair(tables))
     return section
 
 
 def iterations_section(runs: Sequence[Run]) -> Section:
     """How long every iteration took."""
     section = Section("iterations", "Iterations")
+    tables: list[Block] = []
     for run in runs:
         if not run.iterations:
             continue
-        section.blocks.append(
+        tables.append(
             Table(
                 f"{run.name}: traced iterations, first stage's start to last one's end",
                 ["iteration", "time", "microbatches"],
@@ -330,6 +339,7 @@ def iterations_section(runs: Sequence[Run]) -> Section:
                 folded=len(run.iterations) > _FOLDED_ABOVE,
             )
         )
+    section.blocks.append(Pair(tables))
     return section
 
 

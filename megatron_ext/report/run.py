@@ -45,22 +45,16 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """What its flags came to."""
-        return dict(self.ranks[0].about.get("settings", {})) if self.ranks else {}
+        return self.ranks[0].settings if self.ranks else {}
 
     @property
     def command(self) -> list[str]:
         """The script and its flags."""
         return [str(word) for word in self.ranks[0].about.get("command", [])] if self.ranks else []
 
-    @property
-    def chunks(self) -> int:
-        """Model chunks of a stage."""
-        return int(self.settings.get("chunks", 1))
-
     def live_limit(self, rank: RankTrace) -> int | None:
         """Most chunk activations that a rank may hold."""
-        limit = rank.about.get("settings", {}).get("live limit")
-        return None if limit is None else int(limit) * self.chunks
+        return None if rank.live_limit is None else rank.live_limit * rank.chunks
 
     def label(self, rank: RankTrace) -> str:
         """Name of a rank in tables."""

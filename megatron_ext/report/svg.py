@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 WIDTH = 900
+_BAR_WIDTH = 620
 _LEFT = 64
 
 
@@ -16,12 +17,14 @@ class Drawing:
     """Elements of an SVG; all text is escaped.
 
     Args:
-        height: In pixels; the width is `WIDTH`.
+        height: In pixels.
         title: What it shows, in a sentence, for those who do not see it.
+        width: In pixels.
     """
 
-    def __init__(self, height: float, title: str) -> None:
+    def __init__(self, height: float, title: str, width: int = WIDTH) -> None:
         self._height = height
+        self._width = width
         self._parts = [Markup("<title>{}</title>").format(title)]
         self._title = title
 
@@ -45,8 +48,9 @@ class Drawing:
 
     def done(self) -> Markup:
         """The element."""
-        head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
-            WIDTH, f"{self._height:.0f}", self._title
+        name = "small" if self._width < WIDTH else ""
+        head = Markup('<svg class="{}" viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
+            name, self._width, f"{self._height:.0f}", self._title
         )
         return head + Markup("").join(self._parts) + Markup("</svg>")
 
@@ -63,13 +67,13 @@ class Bar:
 def stacked_bars(bars: Sequence[Bar], title: str) -> Markup:
     """Bars of equal length, each divided in proportion."""
     step, left = (26, 120) if len(bars) <= 32 else (14, 120)
-    drawing = Drawing(step * len(bars) + 4, title)
+    drawing = Drawing(step * len(bars) + 4, title, _BAR_WIDTH)
     for number, bar in enumerate(bars):
         y, x = number * step + 2, float(left)
         whole = sum(length for _, length, _ in bar.parts) or 1.0
         drawing.text(left - 8, y + step / 2 + 3, bar.label, anchor="end")
         for name, length, _ in bar.parts:
-            width = (WIDTH - left - 4) * length / whole
+            width = (_BAR_WIDTH - left - 4) * length / whole
             drawing.boxes([(x, y, width, step - 6)], name)
             if width > 34:
                 share = f"{100 * length / whole:.0f}%"

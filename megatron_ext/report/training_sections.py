@@ -214,12 +214,13 @@ def what_if_section(runs: Sequence[Run]) -> Section:
                 rows,
                 marked=frozenset(marked),
                 is_text=True,
+                keeps_lines=True,
             )
         )
         best = found.found[0]
         gain = mine.summary.makespan / best.summary.makespan
-        if best is mine or gain < 1.01:
-            text = f"{run.name}: nothing in this list gains more than 1%."
+        if best is mine or gain < 1.02:
+            text = f"{run.name}: nothing in this list gains more than 2 %."
         else:
             text = (
                 f"{run.name}: {best.policy} would be {gain:.2f} times as fast. Flags: {best.flags}"

@@ -64,6 +64,24 @@ class RankTrace:
         """Its number."""
         return int(self.about["rank"])
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run's flags came to."""
+        settings = self.about.get("settings")
+        return dict(settings) if isinstance(settings, dict) else {}
+
+    @property
+    def live_limit(self) -> int | None:
+        """Most microbatches that the rank may hold, where the trace says so."""
+        limit = self.settings.get("live limit")
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of the stage."""
+        chunks = self.settings.get("chunks")
+        return chunks if isinstance(chunks, int) and chunks > 0 else 1
+
     def first_microbatch(self, iteration: int) -> int:
         """Number of the first microbatch of a batch; above 0 where batches do not drain."""
         return int(self.details[iteration].get("first microbatch", 0))
@@ -129,10 +147,16 @@ def read_rank(folder: Path, warnings: list[str] | None = None) -> dict[int, Rank
         warnings: Gets a line for what is missing; without it, a file that is cut off is refused.
 
     Raises:
-        UsageError: There are none, those of several runs, or one is cut off.
+        UsageError: There are none, those of several runs, or one is cut off or damaged.
     """
     files = rank_files(folder, [] if warnings is None else warnings)
-    return {int(file.about["rank"]): _read(file, warnings) for file in files}
+    found = {}
+    for file in files:
+        try:
+            found[int(file.about["rank"])] = _read(file, warnings)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{file.path} is damaged ({type(error).__name__}: {error})") from None
+    return found
 
 
 def _read(file: RankFile, tolerated: list[str] | None) -> RankTrace:

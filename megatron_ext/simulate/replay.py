@@ -78,7 +78,10 @@ class Replay:
                 limit = text
                 break
         limit = None if limit == HINTS[hint].live_limit else str(limit)
-        clipping = Clipping(settings.get("2BW clip", Clipping.EXACT))
+        try:
+            clipping = Clipping(settings.get("2BW clip", Clipping.EXACT))
+        except ValueError:
+            return None
         policy = Policy(hint, limit, self.run.continuous, clipping)
         try:
             policy.check(self.pipeline)

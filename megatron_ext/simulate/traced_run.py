@@ -201,8 +201,8 @@ def _updates(
 
 def _settings(ranks: list[RankTrace]) -> dict[str, Any]:
     """What the traces say of the run's settings; limits that differ are joined by commas."""
-    settings = dict(ranks[0].about.get("settings", {}))
-    limits = [str(rank.about.get("settings", {}).get("live limit")) for rank in ranks]
+    settings = ranks[0].settings
+    limits = [str(rank.live_limit) for rank in ranks]
     if len(set(limits)) > 1:
         settings["live limit"] = ",".join(limits[: len(ranks[0].pipeline)])
     return settings

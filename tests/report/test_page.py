@@ -199,7 +199,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         (found,) = (each for each in lines if f"megatron-ext report: {line}" in each)
         assert words in found
-        assert found.removeprefix("megatron-ext report: ") in page
+        assert found.split(": ", 2)[2] in page
 
 
 def test_a_run_that_died(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,3 +270,25 @@ def test_secrets_are_hidden() -> None:
     assert without_secrets(words) == (
         "x.py", "--api-key", HIDDEN, f"--hf-token={HIDDEN}", "--tokenizer-type", "T", "--password"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"args":{"batch"', '"args":{"b"'), ('"cat":"batches",', ""), ('"ts":', '"ts":"x","t":')],
+)
+def test_damaged_traces_are_one_line(
+    old: str, new: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "trace" / "rank-00001.json"
+    path.write_text(path.read_text().replace(old, new))
+    assert report(run, "-o", tmp_path / "report.html") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rank-00001.json is damaged" in line
+
+
+@pytest.mark.parametrize(
+    "settings", [None, [], {"live limit": "x", "chunks": None, "hint": []}, {"2BW clip": "x"}]
+)
+def test_odd_settings_are_no_reason_to_fail(settings: Any, run: Path, tmp_path: Path) -> None:
+    rewrite(run / "trace", settings=settings)
+    assert report(run, "-o", tmp_path / "report.html") == 0
