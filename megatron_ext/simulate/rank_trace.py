@@ -128,13 +128,13 @@ class RankTrace:
     @cached_property
     def continuous(self) -> frozenset[int]:
         """Iterations that go through the pipeline without a drain before or after them."""
-        sharing = Counter(int(details["batch"]) for details in self.details.values())
+        sharing = Counter(details["batch"] for details in self.details.values())
         starts = [start for start, _ in self.updates]
         return frozenset(
             iteration
             for iteration, (begin, end) in self.batches.items()
             if self.first_microbatch(iteration)
-            or sharing[int(self.details[iteration]["batch"])] > 1
+            or sharing[self.details[iteration]["batch"]] > 1
             or any(begin <= start <= end for start in starts)
         )
 
@@ -212,7 +212,7 @@ def _slice(trace: RankTrace, ran: list[RanTask], event: dict[str, Any], at: floa
     if category == "batches" and name.startswith("iteration "):
         iteration = int(name.split()[1])
         trace.batches[iteration] = (at, end)
-        trace.details[iteration] = about
+        trace.details[iteration] = {**about, "batch": int(about["batch"])}
         trace.peak_live = max(trace.peak_live, int(about["microbatches live at most"]))
     elif category == "tasks" and _TASK.fullmatch(name):
         task = Task(_KINDS[name[0]], int(about["microbatch"]), int(about["chunk"]))
