@@ -96,8 +96,10 @@ class RankTrace:
         size = int(self.details[iteration].get("microbatches", 0))
         place = task.microbatch - self.first_microbatch(iteration)
         if size and place >= size:
-            return iteration + 1, task._replace(microbatch=place - size)
-        return iteration, task._replace(microbatch=place)
+            return iteration + 1, Task(task.kind, place - size, task.chunk)
+        if place == task.microbatch:
+            return iteration, task
+        return iteration, Task(task.kind, place, task.chunk)
 
     def owned(self) -> dict[int, list[RanTask]]:
         """The tasks of every iteration in the order in which they ran, microbatches from 0."""
