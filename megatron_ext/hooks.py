@@ -22,7 +22,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from megatron_ext.pipeline.jitter import (
     jittered_backward_step,
     jittered_forward_step,
 )
+from megatron_ext.pipeline.run_facts import RunFacts, without_secrets
 from megatron_ext.start_checks import check_data
 
 if TYPE_CHECKING:
@@ -408,7 +409,19 @@ def _make_executor() -> StageExecutor:
         iteration=lambda: int(args.curr_iteration),
         jitter=_jitter_of_this_stage if args.rrfp_jitter else lambda: None,
         delayed=megatron_loop.current,
+        facts=_facts(args),
     )
+
+
+def _facts(args: Any) -> RunFacts:
+    """What traces say of the run."""
+    settings = {
+        "iterations": args.train_iters,
+        "recomputation": getattr(args, "recompute_granularity", None),
+    }
+    if two_versions := arguments.pipedream_2bw_config(args):
+        settings |= {f"2BW {name.replace('_', ' ')}": v for name, v in asdict(two_versions).items()}
+    return RunFacts(without_secrets(sys.argv), settings)
 
 
 def _two_versions(name: str) -> Callable[[Function], Function]:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from megatron_ext.collapse.arrays import Floats
 from megatron_ext.collapse.check import CheckResult
 from megatron_ext.collapse.curve import IGNORED, Curve, smoothed, thin
 from megatron_ext.collapse.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_DRAWN = 2000
 
@@ -56,10 +59,18 @@ def draw(references: Sequence[Curve], runs: Sequence[RunPicture]) -> bytes:
         A PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure_of(references, runs))
+    file = io.BytesIO()
+    canvas.print_png(file)
+    return file.getvalue()
+
+
+def figure_of(references: Sequence[Curve], runs: Sequence[RunPicture]) -> Figure:
+    """Curves above and residuals below, for matplotlib to save."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
-    canvas: Any = FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     t = np.linspace(0.0, 1.0, 1000)
     for curve in references:
@@ -85,9 +96,7 @@ def draw(references: Sequence[Curve], runs: Sequence[RunPicture]) -> bytes:
     below.set_ylabel("residual")
     below.set_xlabel("fraction of training")
     below.set_xlim(0.0, 1.0)
-    file = io.BytesIO()
-    canvas.print_png(file)
-    return file.getvalue()
+    return figure
 
 
 def _short(source: str) -> str:

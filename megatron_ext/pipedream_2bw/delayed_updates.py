@@ -113,6 +113,10 @@ class DelayedUpdates:
             and self._batch_size(following) == microbatches
         )
 
+    def lag(self, batch: int) -> int:
+        """How many updates older than the newest weights those are that a batch computes with."""
+        return 1 if self.delays(batch) and batch > self.first else 0
+
     @property
     def holds_backwards(self) -> bool:
         """Whether the next batch's backwards wait for the update: there is one buffer."""
@@ -129,7 +133,7 @@ class DelayedUpdates:
 
     def select(self, batch: int) -> None:
         """Point to the weights and gradients of a batch whose task is next."""
-        version = max(batch - 1, self.first)
+        version = batch - self.lag(batch)
         self.weights.select(version)
         self._computed_on[batch] = version
         self._gradients.select(batch)

@@ -76,6 +76,12 @@ class BatchStatistics:
     """Running number of the batch, training and evaluation counted together."""
     iteration: int = 0
     """Training iteration, from 1; that of the last training batch in an evaluation."""
+    first_microbatch: int = 0
+    """Number of its first microbatch; above 0 where batches go on without a drain."""
+    microbatches: int = 0
+    """How many microbatches it has."""
+    weight_lag: int = 0
+    """How many updates older than the newest weights those are that it computes with."""
     peak_live: int = 0
     """Most chunk activations held at once."""
     started: float = NEVER

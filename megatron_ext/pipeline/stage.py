@@ -18,7 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ from megatron_ext.pipeline.compute import Compute
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
+from megatron_ext.pipeline.peak_memory import peak_memory
 from megatron_ext.pipeline.random_state import RandomStates
+from megatron_ext.pipeline.run_facts import RunFacts
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace
 from megatron_ext.pipeline.transport.base import Message, TransportError, describe
@@ -59,6 +61,7 @@ class StageExecutor:
         iteration: Gives the number of the training iteration under way, from 0.
         jitter: Gives the delays to inject on this stage; None for none.
         delayed: Gives the stage's two weight versions; None where training is not delayed.
+        facts: What a trace is to say of the run.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class StageExecutor:
         iteration: Callable[[], int],
         jitter: Callable[[], Jitter | None] = lambda: None,
         delayed: Callable[[], DelayedUpdates | None] = lambda: None,
+        facts: RunFacts | None = None,
     ) -> None:
         self.config = config
         self.statistics: BatchStatistics | None = None
@@ -77,6 +81,7 @@ class StageExecutor:
         self._iteration = iteration
         self._jitter = jitter
         self._delayed = delayed
+        self._facts = facts or RunFacts()
         self._trace: Trace | None = None
         self._runs = 0
         self._unfinished: Run | None = None
@@ -145,7 +150,11 @@ class StageExecutor:
             )
         self._whereabouts.evaluating = forward_only
         statistics = run.statistics = BatchStatistics(
-            forward_only, number=run.number, iteration=self._iteration() + 1
+            forward_only,
+            number=run.number,
+            iteration=self._iteration() + 1,
+            first_microbatch=batch.first,
+            microbatches=batch.microbatches,
         )
         config = run.config
         with self._traced(statistics):
@@ -155,6 +164,7 @@ class StageExecutor:
                 )
             delayed = None if forward_only else self._delayed()
             if delayed is not None and delayed.delays(batch.iteration):
+                statistics.weight_lag = delayed.lag(batch.iteration)
                 self._run_delayed(run, delayed, force_all_reduce)
             else:
                 self._run_flushed(run, force_all_reduce)
@@ -191,14 +201,19 @@ class StageExecutor:
         self._ranks = ranks
         self._depth = len(ranks)
         self._stage = groups.pp.rank()
-        if self.config.trace is not None:
-            place = RankPlace(ranks[self._stage], dist.get_world_size(), self._stage, ranks)
-            self._trace = Trace(self.config.trace, place, timeout_s=self.config.timeout_s)
         self._live_limit = parse_live_limit(
             self.config.live_limit or self._hint.live_limit, self._depth
         )
         on_gpu = any(parameter.is_cuda for parameter in models[0].parameters())
         self._device = torch.device(torch.cuda.current_device() if on_gpu else "cpu")
+        if self.config.trace is not None:
+            place = RankPlace(ranks[self._stage], dist.get_world_size(), self._stage, ranks)
+            self._trace = Trace(
+                self.config.trace,
+                place,
+                timeout_s=self.config.timeout_s,
+                facts=self._facts_of(len(models), groups),
+            )
         self._random_states = RandomStates(self._seed, self._device)
         self._agreement: Agreement = agree(groups, len(models), self.config.timeout_s)
         self._shares_tasks = not isinstance(self._agreement, Alone)
@@ -233,6 +248,25 @@ class StageExecutor:
         if self._delayed() is not None:
             make_shadows(getattr(groups, name, None) for name in ("tp", "cp", "ep", "expt_tp"))
 
+    def _limit(self, chunks: int) -> int:
+        """The most microbatches that this stage may hold in training."""
+        if self._hint.tapers and chunks == 1:
+            return tapered(self._live_limit, self._stage, self._depth)
+        return self._live_limit
+
+    def _facts_of(self, chunks: int, groups: Any) -> RunFacts:
+        """What this stage's trace says of the run."""
+        tensor_parallel = getattr(groups, "tp", None)
+        settings = {
+            "hint": self.config.hint,
+            "live limit": self._limit(chunks),
+            "chunks": chunks,
+            "transport": self.config.transport,
+            "tensor parallel": tensor_parallel.size() if tensor_parallel is not None else 1,
+            **self._facts.settings,
+        }
+        return replace(self._facts, settings=settings, memory=peak_memory(self._device))
+
     def _begin_run(
         self,
         *,
@@ -245,9 +279,7 @@ class StageExecutor:
         first_val_step: bool | None,
     ) -> Run:
         """A run with its first batch, whose messages may come in."""
-        limit = self._live_limit
-        if self._hint.tapers and len(chunks) == 1 and not forward_only:
-            limit = tapered(limit, self._stage, self._depth)
+        limit = self._live_limit if forward_only else self._limit(len(chunks))
         place = Place(self._stage, self._depth, num_microbatches, limit, chunks=len(chunks))
         try:
             # Without backwards nothing is left to rank, and a fixed order would wait for them.

@@ -23,6 +23,7 @@ from megatron_ext import __version__
 from megatron_ext.errors import UsageError
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, MessageTime, Span, consumer
 from megatron_ext.pipeline.clock_reading import ClockReading
+from megatron_ext.pipeline.run_facts import RunFacts
 from megatron_ext.pipeline.task import Direction, Header, Task
 from megatron_ext.pipeline.trace_window import FILE_NAME, FORMAT, TraceWindow
 
@@ -37,6 +38,10 @@ _ARRIVALS = {Direction.FORWARD: 2, Direction.BACKWARD: 3}
 # An arrival is a moment; an arrow needs something with a length to point to.
 _ARRIVAL_US = 5.0
 _INSIDE_US = 0.001
+
+
+type _Waiting = dict[tuple[int, Task], str]
+"""Arrows of messages that no task has used yet, by batch and task."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +63,28 @@ class Trace:
         place: This rank.
         timeout_s: How long to wait for the other ranks when clocks are compared, which happens
             on all ranks together before the first traced batch.
+        facts: What to say of the run besides what happens.
 
     Raises:
         UsageError: The folder cannot be made.
     """
 
-    def __init__(self, window: TraceWindow, place: RankPlace, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        window: TraceWindow,
+        place: RankPlace,
+        *,
+        timeout_s: float,
+        facts: RunFacts | None = None,
+    ) -> None:
         self._window = window
+        self._facts = facts or RunFacts()
         self._place = place
         self._timeout_s = timeout_s
         self._path = window.folder / FILE_NAME.format(place.rank)
         self._clock: ClockReading | None = None
         self._broken = False
+        self._waiting: _Waiting = {}
         try:
             window.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -106,7 +121,14 @@ class Trace:
         """
         if self._broken or self._clock is None or not self._window.holds(statistics.iteration):
             return
-        lines = batch_events(statistics, self._place, failure)
+        memory = self._facts.memory
+        lines = batch_events(
+            statistics,
+            self._place,
+            failure,
+            memory_bytes=memory.read() if memory else None,
+            waiting=self._waiting,
+        )
         with self._writing(), self._path.open("r+b") as file:
             file.seek(-len(_FOOT), os.SEEK_END)
             file.write("".join(f",\n{line}" for line in lines).encode() + _FOOT)
@@ -132,7 +154,11 @@ class Trace:
             "clock offset (us)": clock.offset_s * 1e6,
             "clock uncertainty (us)": clock.uncertainty_s * 1e6,
             "origin (us)": origin_s * 1e6,
+            "command": list(self._facts.command),
+            "settings": dict(self._facts.settings),
         }
+        if self._facts.memory is not None:
+            about["memory"] = self._facts.memory.name
         head = json.dumps({"otherData": about, "displayTimeUnit": "ms"})[:-1]
         lines = ",\n".join(rank_names(place))
         with self._writing():
@@ -156,7 +182,12 @@ class Trace:
 
 
 def batch_events(
-    statistics: BatchStatistics, place: RankPlace, failure: str | None = None
+    statistics: BatchStatistics,
+    place: RankPlace,
+    failure: str | None = None,
+    *,
+    memory_bytes: int | None = None,
+    waiting: _Waiting | None = None,
 ) -> list[str]:
     """The trace events of one batch, each as JSON in one line.
 
@@ -164,6 +195,8 @@ def batch_events(
         statistics: What happened; a batch that has not ended ends now, waiting.
         place: The rank on which it happened.
         failure: Why the batch ended early, for a mark at its end.
+        memory_bytes: The rank's memory after it.
+        waiting: Messages that arrived in earlier batches and were not used there; is updated.
     """
     if math.isnan(statistics.started):
         return []
@@ -174,7 +207,7 @@ def batch_events(
         done = [span.ended for span in statistics.tasks] + [span.ended for span in waits]
         waits.append(Span(max(done, default=statistics.started), end))
     end = max([end, *(span.ended for span in statistics.reductions)])
-    about = f'{{"batch":{statistics.number},"microbatches live at most":{statistics.peak_live}}}'
+    about = json.dumps(_about_batch(statistics, memory_bytes), separators=(",", ":"))
     kind = "evaluation after iteration" if statistics.forward_only else "iteration"
     events.slice(_BATCHES, f"{kind} {statistics.iteration}", statistics.started, end, about)
     for task, started, ended in statistics.tasks:
@@ -186,7 +219,7 @@ def batch_events(
         events.slice(_TASKS, "reduce gradients", started, ended)
     for started, ended in statistics.updates:
         events.slice(_TASKS, "update", started, ended)
-    _add_messages(events, statistics)
+    _add_messages(events, statistics, {} if waiting is None else waiting)
     # A rank on which nothing was ever ready leaves its decisions to another rank of its group.
     if any(ready for _, ready, _ in statistics.loads):
         _add_counter(events, "ready", "tasks", [(at, ready) for at, ready, _ in statistics.loads])
@@ -221,11 +254,35 @@ def label(task: Task) -> str:
     return f"{kind.name[0]} {microbatch}" + (f".{chunk}" if chunk else "")
 
 
-def _add_messages(events: _Events, statistics: BatchStatistics) -> None:
+def _about_batch(statistics: BatchStatistics, memory_bytes: int | None) -> dict[str, Any]:
+    """What a batch says of itself besides its tasks."""
+    about: dict[str, Any] = {
+        "batch": statistics.number,
+        "microbatches live at most": statistics.peak_live,
+    }
+    if statistics.microbatches:
+        about["first microbatch"] = statistics.first_microbatch
+        about["microbatches"] = statistics.microbatches
+        about["weight lag"] = statistics.weight_lag
+    for name, times in (
+        ("dispatch", statistics.dispatch_s),
+        ("agreement", statistics.agreement_s),
+    ):
+        if times:
+            ordered = sorted(times)
+            about["decisions"] = len(ordered)
+            about[f"{name} median (us)"] = round(ordered[len(ordered) // 2] * 1e6, 1)
+            about[f"{name} p99 (us)"] = round(ordered[(len(ordered) * 99) // 100] * 1e6, 1)
+            about[f"{name} total (us)"] = round(sum(ordered) * 1e6, 1)
+    if memory_bytes is not None:
+        about["memory (bytes)"] = memory_bytes
+    return about
+
+
+def _add_messages(events: _Events, statistics: BatchStatistics, waiting: _Waiting) -> None:
     """An arrow per message: from the task that sent it, over its arrival, to the task it is for."""
     for header, at in statistics.sent:
         events.arrow("s", _TASKS, at * 1e6, events.flow(header, receiver=False))
-    began = {span.task: span for span in statistics.tasks}
     last: dict[Direction, MessageTime] = {}
     for message in sorted(statistics.arrived, key=lambda message: message.at, reverse=True):
         header, at = message
@@ -236,9 +293,12 @@ def _add_messages(events: _Events, statistics: BatchStatistics) -> None:
         name = f"{header.direction.payload} {header.microbatch}"
         events.slice(track, name, at, at + length * 1e-6)
         events.arrow("t", track, at * 1e6 + min(_INSIDE_US, length / 2), flow)
-        if span := began.get(consumer(header)):
-            inside = min(_INSIDE_US, (span.ended - span.started) * 1e6 / 2)
-            events.arrow("f", _TASKS, span.started * 1e6 + inside, flow)
+        waiting[header.batch, consumer(header)] = flow
+    for task, started, ended in statistics.tasks:
+        # Without a drain, a message may be used in a later batch than it arrived in.
+        if used := waiting.pop((statistics.number, task), None):
+            inside = min(_INSIDE_US, (ended - started) * 1e6 / 2)
+            events.arrow("f", _TASKS, started * 1e6 + inside, used)
 
 
 def _add_counter(events: _Events, name: str, unit: str, values: list[tuple[float, int]]) -> None:

@@ -10,6 +10,7 @@ from megatron_ext.errors import UsageError
 
 PLOTS = {
     "timeline": ("every task of every stage over time", "megatron_ext.plot.timeline"),
+    "collapse": ("normalised losses over a reference", "megatron_ext.plot.collapse"),
     "speedup": ("simulated speedup over 1F1B against jitter", "megatron_ext.plot.speedup"),
 }
 """Summary and module of each kind; a module has `add_arguments(parser)` and `draw(args)`."""

@@ -40,7 +40,7 @@ def draw(args: argparse.Namespace) -> Figure:
     if missing:
         raise UsageError(f"{args.folder}: there is no trace of rank {missing[0]}")
     stages = [ranks[rank] for rank in pipeline]
-    known = sorted({number for trace in stages for number in trace.iterations.values()})
+    known = sorted({iteration for trace in stages for iteration in trace.batches})
     first = args.first if args.first is not None else (known[0] if known else 1)
     last = args.last if args.last is not None else (known[-1] if known else 1)
     if not [number for number in known if first <= number <= last]:
@@ -65,9 +65,7 @@ def draw(args: argparse.Namespace) -> Figure:
 
 
 def _batches(trace: RankTrace, first: int, last: int) -> list[tuple[float, float]]:
-    return [
-        span for number, span in trace.batches.items() if first <= trace.iterations[number] <= last
-    ]
+    return [span for iteration, span in trace.batches.items() if first <= iteration <= last]
 
 
 def _draw_stage(axes: Axes, stage: int, trace: RankTrace, begin: float, end: float) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,43 +30,141 @@ class RankTrace:
     stage: int
     pipeline: list[int]
     """The ranks of this rank's pipeline, stage by stage."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What the file says of its rank and run."""
     batches: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Start and end of every training batch, by its running number."""
-    iterations: dict[int, int] = field(default_factory=dict)
+    """Start and end of every training batch, by its iteration."""
+    details: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What a batch says of itself, by its iteration."""
+    evaluations: list[tuple[float, float]] = field(default_factory=list)
     tasks: dict[int, list[RanTask]] = field(default_factory=dict)
-    """By batch, in order."""
+    """Those that ran during a batch, by its iteration, in order. Under 2BW some are of the next
+    batch."""
     all_tasks: list[RanTask] = field(default_factory=list)
     """In order, those of evaluations too."""
     waits: list[tuple[float, float]] = field(default_factory=list)
+    reductions: list[tuple[float, float]] = field(default_factory=list)
+    updates: list[tuple[float, float]] = field(default_factory=list)
+    """Pieces of updates that ran beside the next batch."""
+    live: list[tuple[float, int]] = field(default_factory=list)
+    """Chunk activations held, from that time on."""
+    failure: str | None = None
+    """Why the last batch ended early."""
     sent: dict[str, RanTask] = field(default_factory=dict)
     """The task that sent a message, by the number of its arrow."""
     arrived: dict[str, float] = field(default_factory=dict)
+    used: dict[str, float] = field(default_factory=dict)
+    """When the task that a message is for began."""
     peak_live: int = 0
     wake_delays: dict[str, float] = field(default_factory=dict)
     """From the arrival that ended a wait to the start of the task it allowed, by the arrow."""
 
-    def gaps(self, number: int) -> Iterator[tuple[Task, float]]:
-        """Tasks of a batch that no wait precedes, and the time since the task before."""
-        waited = sorted(start for start, _ in self.waits)
-        for before, after in pairwise(self.tasks[number]):
-            first = bisect_right(waited, before.ended - _SLACK)
-            if first == len(waited) or waited[first] > after.started:
-                yield after.task, max(after.started - before.ended, 0.0)
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return int(self.about["rank"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run's flags came to."""
+        settings = self.about.get("settings")
+        return dict(settings) if isinstance(settings, dict) else {}
+
+    @property
+    def live_limit(self) -> int | None:
+        """Most microbatches that the rank may hold, where the trace says so."""
+        limit = self.settings.get("live limit")
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of the stage."""
+        chunks = self.settings.get("chunks")
+        return chunks if isinstance(chunks, int) and chunks > 0 else 1
+
+    def first_microbatch(self, iteration: int) -> int:
+        """Number of the first microbatch of a batch; above 0 where batches do not drain."""
+        return int(self.details[iteration].get("first microbatch", 0))
+
+    def owner(self, iteration: int, task: Task) -> tuple[int, Task]:
+        """The iteration that a task is of, and the task with its microbatch counted in that.
+
+        Args:
+            iteration: During which it ran; under 2BW it may be of the next one.
+            task: As traced.
+        """
+        size = int(self.details[iteration].get("microbatches", 0))
+        place = task.microbatch - self.first_microbatch(iteration)
+        if size and place >= size:
+            return iteration + 1, Task(task.kind, place - size, task.chunk)
+        if place == task.microbatch:
+            return iteration, task
+        return iteration, Task(task.kind, place, task.chunk)
+
+    def owned(self) -> dict[int, list[RanTask]]:
+        """The tasks of every iteration in the order in which they ran, microbatches from 0."""
+        found: dict[int, list[RanTask]] = {}
+        for iteration in sorted(self.tasks):
+            for ran in self.tasks[iteration]:
+                owner, task = self.owner(iteration, ran.task)
+                found.setdefault(owner, []).append(RanTask(task, ran.started, ran.ended))
+        return found
+
+    def gaps(self, iteration: int) -> Iterator[tuple[int, Task, float]]:
+        """Tasks that ran during a batch and that no wait or update precedes.
+
+        Yields:
+            The iteration that the task is of, the task, and the time since the task before.
+        """
+        apart = self._apart
+        for before, after in pairwise(self.tasks[iteration]):
+            first = bisect_right(apart, before.ended - _SLACK)
+            if first == len(apart) or apart[first] > after.started:
+                owner, task = self.owner(iteration, after.task)
+                yield owner, task, max(after.started - before.ended, 0.0)
+
+    @cached_property
+    def _apart(self) -> list[float]:
+        return sorted(start for start, _ in (*self.waits, *self.updates))
+
+    @cached_property
+    def continuous(self) -> frozenset[int]:
+        """Iterations that go through the pipeline without a drain before or after them."""
+        sharing = Counter(details["batch"] for details in self.details.values())
+        starts = [start for start, _ in self.updates]
+        return frozenset(
+            iteration
+            for iteration, (begin, end) in self.batches.items()
+            if self.first_microbatch(iteration)
+            or sharing[self.details[iteration]["batch"]] > 1
+            or any(begin <= start <= end for start in starts)
+        )
 
 
-def read_rank(folder: Path) -> dict[int, RankTrace]:
+def read_rank(folder: Path, warnings: list[str] | None = None) -> dict[int, RankTrace]:
     """The traces in `folder`, by rank.
 
+    Args:
+        folder: Where a run's ranks wrote their traces.
+        warnings: Gets a line for what is missing; without it, a file that is cut off is refused.
+
     Raises:
-        UsageError: There are none, those of several runs, or one is cut off.
+        UsageError: There are none, those of several runs, or one is cut off or damaged.
     """
-    return {int(file.about["rank"]): _read(file) for file in rank_files(folder, [])}
+    files = rank_files(folder, [] if warnings is None else warnings)
+    found = {}
+    for file in files:
+        try:
+            found[int(file.about["rank"])] = _read(file, warnings)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{file.path} is damaged ({type(error).__name__}: {error})") from None
+    return found
 
 
-def _read(file: RankFile) -> RankTrace:
+def _read(file: RankFile, tolerated: list[str] | None) -> RankTrace:
     """One file."""
     about = file.about
-    trace = RankTrace(int(about["world size"]), int(about["stage"]), list(about["pipeline"]))
+    trace = RankTrace(int(about["world size"]), int(about["stage"]), list(about["pipeline"]), about)
     warnings: list[str] = []
     ran: list[RanTask] = []
     sent: list[tuple[str, float]] = []
@@ -82,8 +182,16 @@ def _read(file: RankFile) -> RankTrace:
             trace.arrived[event["id"]] = at
         elif phase == "f":
             used[event["id"]] = at
-    if warnings:
+        elif phase == "C" and event["name"] == "live":
+            trace.live.append((at, int(event["args"]["microbatches"])))
+        elif phase == "i":
+            trace.failure = str(event["args"].get("error", "failed"))
+    if warnings and tolerated is None:
         raise UsageError(f"{warnings[0]}; trace a run that ends well")
+    if tolerated is not None:
+        tolerated += warnings
+    trace.used = used
+    trace.live.sort()
     ran.sort(key=lambda one: one.started)
     trace.all_tasks = ran
     for number, (start, end) in trace.batches.items():
@@ -104,15 +212,21 @@ def _slice(trace: RankTrace, ran: list[RanTask], event: dict[str, Any], at: floa
     name, category, about = event["name"], event["cat"], event["args"]
     end = at + float(event["dur"]) * 1e-3
     if category == "batches" and name.startswith("iteration "):
-        number = int(about["batch"])
-        trace.batches[number] = (at, end)
-        trace.iterations[number] = int(name.split()[1])
+        iteration = int(name.split()[1])
+        trace.batches[iteration] = (at, end)
+        trace.details[iteration] = {**about, "batch": int(about["batch"])}
         trace.peak_live = max(trace.peak_live, int(about["microbatches live at most"]))
     elif category == "tasks" and _TASK.fullmatch(name):
         task = Task(_KINDS[name[0]], int(about["microbatch"]), int(about["chunk"]))
         ran.append(RanTask(task, at, end))
     elif category == "tasks" and name == "wait":
         trace.waits.append((at, end))
+    elif category == "batches":
+        trace.evaluations.append((at, end))
+    elif category == "tasks" and name == "reduce gradients":
+        trace.reductions.append((at, end))
+    elif category == "tasks" and name == "update":
+        trace.updates.append((at, end))
 
 
 def _wakes(trace: RankTrace, used: dict[str, float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from megatron_ext.pipeline.hints import HINTS
 from megatron_ext.simulate.jitter_law import Array
 from megatron_ext.simulate.job import Job
 from megatron_ext.simulate.network import Network
-from megatron_ext.simulate.pipeline import Pipeline, Policy
+from megatron_ext.simulate.pipeline import Clipping, Pipeline, Policy
 from megatron_ext.simulate.task_times import TaskTimes
 from megatron_ext.simulate.traced_run import TracedBatch, TracedRun
 
@@ -41,14 +42,68 @@ class Replay:
 
     def predict(self, policy: Policy) -> list[float]:
         """Makespans of the traced batches."""
+        if policy.pipedream_2bw:
+            return self._predict_continuous(policy)
         makespans = []
         for batch in self.run.batches:
             job = self.job(batch)
             makespans.append(job.run(job.draw(0), policy).makespan)
         return makespans
 
+    def _predict_continuous(self, policy: Policy) -> list[float]:
+        """From end to end of batches that overlap.
+
+        Where the trace shows the middle of a run, the first and the last batch are run once more,
+        before and after all, so that each batch has neighbours as it had in the run.
+        """
+        run = self.run
+        before, after = run.batches[: not run.begins], run.batches[len(run.batches) - 1 :]
+        around = [*before, *run.batches, *(() if run.drains else after)]
+        job = self._job_of(around, run.microbatches)
+        ended = [0.0, *job.run(job.draw(0), policy).batch_ended]
+        ended = ended[len(before) : len(before) + len(run.batches) + 1]
+        return [end - start for start, end in pairwise(ended)]
+
+    def known_policy(self) -> Policy | None:
+        """The policy that the trace's settings name; None where they name none known here."""
+        settings = self.run.settings
+        hint, limit = str(settings.get("hint")), settings.get("live limit")
+        if limit is None or hint not in HINTS:
+            return None
+        pieces = HINTS[hint].weight_pieces if HINTS[hint].splits_weight else 0
+        if pieces != self.run.weight_pieces:
+            return None  # of layers that cannot be split
+        # As users write it, where it is the same; some hints have a limit for every stage.
+        first = str(limit).split(",")[0]
+        limits = [int(text) for text in str(limit).split(",")]
+        for text in ("p", "1.5p", "2p", first):
+            same = Policy(hint, text).limits(self.run.stages, self.run.chunks)
+            if same == (limits if len(limits) > 1 else limits * self.run.stages):
+                limit = text
+                break
+        limit = None if limit == HINTS[hint].live_limit else str(limit)
+        try:
+            clipping = Clipping(settings.get("2BW clip", Clipping.EXACT))
+        except ValueError:
+            return None
+        policy = Policy(hint, limit, self.run.continuous, clipping)
+        try:
+            policy.check(self.pipeline)
+        except UsageError:
+            return None
+        return policy
+
     def likely_policy(self) -> Policy:
-        """The hint and limit that reproduce the order of the first batch best."""
+        """The hint and limit that reproduce the order of the first batch best.
+
+        Raises:
+            UsageError: Batches overlap, so that no order is that of one batch.
+        """
+        if self.run.continuous:
+            raise UsageError(
+                "the traces do not name a hint that is known here, and in a run with two weight "
+                "versions it cannot be found out: give --traced-hint and --traced-limit"
+            )
         batch = self.run.batches[0]
         job = self.job(batch)
         draw = job.draw(0)
@@ -92,11 +147,22 @@ class Replay:
         Raises:
             UsageError: The numbers of layers do not go together.
         """
-        batches = [self._times(batch) for batch in self.run.batches]
+        batches = self.run.batches
         count = max(_FEWEST_ITERATIONS, len(batches))
         chosen = [batches[number % len(batches)] for number in range(count)]
-        measured = [self.run.batches[number % len(batches)].hops for number in range(count)]
         size = microbatches or self.run.microbatches
+        return self._job_of(chosen, size, self._layer_scale(layers, split), seed)
+
+    def _job_of(
+        self,
+        batches: Sequence[TracedBatch],
+        size: int,
+        scale: Array | float = 1.0,
+        seed: int = 0,
+    ) -> Job:
+        """Traced batches one after the other, with that many microbatches each."""
+        chosen = [self._times(batch) for batch in batches]
+        measured = [batch.hops for batch in batches]
         generator = np.random.default_rng(seed)
         columns = [
             generator.integers(0, self.run.microbatches, size)
@@ -104,7 +170,6 @@ class Replay:
             else np.arange(size)
             for _ in chosen
         ]
-        scale = self._layer_scale(layers, split)
 
         def joined(name: str) -> Array:
             parts = [
@@ -114,7 +179,7 @@ class Replay:
             return np.concatenate(parts, axis=1) * scale
 
         times = TaskTimes(joined("forward"), joined("backward"), joined("weight"))
-        pipeline = replace(self.pipeline, iterations=count, microbatches=size)
+        pipeline = replace(self.pipeline, iterations=len(chosen), microbatches=size)
         hops = [
             (messages[0][:, column], messages[1][:, column])
             for messages, column in zip(measured, columns, strict=True)

@@ -32,21 +32,28 @@ def given_replay(args: argparse.Namespace) -> Replay:
     network = given_network(args)
     if args.task_overhead is None:
         pipeline = replace(pipeline, task_overhead=run.task_overhead)
+    if run.continuous:
+        pipeline = replace(
+            pipeline,
+            update=args.update or run.update,
+            norm_latency=args.norm_latency or run.norm_latency,
+            reduction=args.reduction or run.reduction,
+        )
     if args.hop_latency is None:
         network = replace(network, latency=run.hop_latency)
     return Replay(run, pipeline, network, args.weight_share)
 
 
 def traced_policy(args: argparse.Namespace, replay: Replay) -> Policy:
-    """What the traced run ran under: what the flags say, or what explains its order best.
+    """What the traced run ran under: as flags or traces say, or what explains its order best.
 
     Raises:
         UsageError: The flags contradict the trace.
     """
     if args.traced_hint is None:
-        policy = replay.likely_policy()
+        policy = replay.known_policy() or replay.likely_policy()
         return replace(policy, live_limit=args.traced_limit or policy.live_limit)
-    policy = Policy(args.traced_hint, args.traced_limit)
+    policy = Policy(args.traced_hint, args.traced_limit, replay.run.continuous)
     policy.check(replay.pipeline)
     if policy.hint_class.splits_weight != replay.run.splits_weight:
         does = "has" if replay.run.splits_weight else "has no"

@@ -18,7 +18,7 @@ from megatron_ext.pipeline.batch_statistics import (
     TaskSpan,
 )
 from megatron_ext.pipeline.clock_reading import ClockReading
-from megatron_ext.pipeline.hints import Hint
+from megatron_ext.pipeline.run_facts import RunFacts
 from megatron_ext.pipeline.task import Direction, Header, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace
 from megatron_ext.pipeline.trace_window import TraceWindow
@@ -46,54 +46,92 @@ def write_traces(folder: Path, pipeline: Pipeline, policy: Policy, outcome: Outc
         replica, stage = divmod(index, pipeline.stages)
         ranks = [other * replicas + replica for other in range(pipeline.stages)]
         place = RankPlace(ranks[stage], pipeline.pipeline_ranks, stage, ranks)
-        trace = Trace(TraceWindow(folder), place, timeout_s=0)
+        facts = RunFacts(
+            settings=_settings(
+                pipeline, policy, policy.limits(pipeline.stages, pipeline.chunks)[stage]
+            )
+        )
+        trace = Trace(TraceWindow(folder), place, timeout_s=0, facts=facts)
         trace.begin(ClockReading(run, "simulated", 0.0, 0.0), 0.0)
-        for batch in batches(pipeline, recording, stage, hint=policy.hint_class):
+        for batch in batches(pipeline, policy, recording, stage):
             trace.write(batch)
 
 
+def _settings(pipeline: Pipeline, policy: Policy, limit: int) -> dict[str, str | int]:
+    """What the runtime would say of its settings."""
+    settings: dict[str, str | int] = {
+        "hint": policy.hint,
+        "live limit": limit,
+        "chunks": pipeline.chunks,
+        "tensor parallel": pipeline.tensor_parallel,
+    }
+    return settings | ({"2BW clip": str(policy.clipping)} if policy.pipedream_2bw else {})
+
+
 def batches(
-    pipeline: Pipeline, recording: Recording, stage: int, *, hint: type[Hint]
+    pipeline: Pipeline, policy: Policy, recording: Recording, stage: int
 ) -> Iterator[BatchStatistics]:
     """What the runtime would have noted of every batch of a stage.
 
-    Under 2BW a stage runs tasks of two batches at a time; a batch then counts from the end of the
-    one before.
+    Under 2BW a stage runs tasks of two batches at a time. All batches are then one run, whose
+    microbatches are numbered on, and a batch lasts from the update before it to its own.
     """
-    size, chunks = pipeline.microbatches, pipeline.chunks
+    size, chunks, continuous = pipeline.microbatches, pipeline.chunks, policy.pipedream_2bw
+    hint = policy.hint_class
     frees, pieces = (Kind.WEIGHT, hint.weight_pieces) if hint.splits_weight else (Kind.BACKWARD, 1)
     waits = _waits(recording, pipeline.decision)
-    ended = 0.0
-    for number in range(pipeline.iterations):
-        ran = [one for one in recording.tasks if one.task.microbatch // size == number]
-        update = recording.updates[number]
-        batch = BatchStatistics(forward_only=False, number=number, iteration=number + 1)
-        batch.started, ended = ended * _SECONDS, max(ran[-1].ended, ended)
-        batch.ended = ended * _SECONDS
-        live = peak = freed = 0
-        for one in ran:
+    ended, live, done, freed = 0.0, 0, 0, 0
+    for iteration in range(pipeline.iterations):
+        update = recording.updates[iteration]
+        batch = BatchStatistics(
+            forward_only=False,
+            number=0 if continuous else iteration,
+            iteration=iteration + 1,
+            first_microbatch=iteration * size if continuous else 0,
+            microbatches=size,
+            weight_lag=1 if continuous and iteration else 0,
+        )
+        begun = ended
+        is_last = iteration + 1 == pipeline.iterations
+        batch.started = begun * _SECONDS
+        while done < len(recording.tasks):
+            one = recording.tasks[done]
+            if not is_last and one.started >= update[1] and one.ended > update[1]:
+                break
             kind, microbatch, chunk = one.task
-            task = Task(kind, microbatch % size, chunk)
+            task = Task(kind, microbatch if continuous else microbatch % size, chunk)
             batch.tasks.append(TaskSpan(task, one.started * _SECONDS, one.ended * _SECONDS))
             freed += kind is frees  # weight gradients run in order, so only their number counts
             live += (kind is Kind.FORWARD) - (kind is frees and not freed % pieces)
-            peak = max(peak, live)
+            batch.peak_live = max(batch.peak_live, live)
             batch.loads.append(Load(one.ended * _SECONDS, 0, live))
-            if header := _sent(pipeline, stage, task, number):
+            if header := _sent(pipeline, stage, task, batch.number):
                 # Inside the task, or the arrow would start from nothing.
                 batch.sent.append(MessageTime(header, one.ended * _SECONDS - _INSIDE_S))
-        batch.peak_live = peak
+            ended = max(ended, one.ended)
+            done += 1
+        is_update = update[1] > update[0]
+        if continuous:
+            ended = max(ended, update[1])
+        batch.ended = ended * _SECONDS
+        ended = max(ended, update[1])
         for arrival in recording.arrived:
-            if arrival.microbatch // size == number and arrival.chunk < chunks:
+            number = arrival.microbatch // size
+            if continuous:
+                is_here = begun <= arrival.at and (arrival.at < ended or is_last)
+            else:
+                is_here = number == iteration
+            if is_here and arrival.chunk < chunks:
+                microbatch = arrival.microbatch if continuous else arrival.microbatch % size
                 direction = Direction(arrival.kind)
-                header = Header(number, direction, arrival.microbatch % size, arrival.chunk, 0, ())
+                header = Header(batch.number, direction, microbatch, arrival.chunk, 0, ())
                 batch.arrived.append(MessageTime(header, arrival.at * _SECONDS))
         batch.waits = [
             wait for wait in waits if batch.started <= wait.started and wait.ended <= batch.ended
         ]
-        if update[1] > update[0]:
-            batch.reductions.append(Span(update[0] * _SECONDS, update[1] * _SECONDS))
-        ended = max(ended, update[1])
+        if is_update:
+            spans = batch.updates if continuous else batch.reductions
+            spans.append(Span(update[0] * _SECONDS, update[1] * _SECONDS))
         yield batch
 
 

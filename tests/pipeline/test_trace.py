@@ -123,7 +123,17 @@ def test_traces_of_a_training(corpus: Path, tmp_path: Path) -> None:
         assert about["format"] == "megatron_ext trace 1"
         assert (about["rank"], about["stage"], about["pipeline"]) == (stage, stage, [0, 1])
         assert about["clock uncertainty (us)"] == 0  # one machine, one clock
+        assert about["settings"]["hint"] == "bf"
+        assert about["settings"]["live limit"] == 3
+        assert about["command"][0].endswith("pretrain_gpt.py")
+        assert "--rrfp-trace" in about["command"]
+        assert about["memory"] == "peak resident memory of the process"
         check_events(events)
+        (first, *_) = (event["args"] for event in events if event.get("cat") == "batches")
+        assert (first["first microbatch"], first["microbatches"], first["weight lag"]) == (0, 8, 0)
+        assert first["decisions"] == 16
+        assert 0 < first["dispatch median (us)"] <= first["dispatch p99 (us)"]
+        assert 50e6 < first["memory (bytes)"] < 50e9
         batches = slice_names(events, "batches")
         assert batches == ["iteration 2", "evaluation after iteration 2", "iteration 3"]
         names = [event["name"] for event in events if event["ph"] == "M"]

@@ -13,6 +13,8 @@ from megatron_ext.plot.speedup import parse_policies
 from megatron_ext.simulate.pipeline import Policy
 
 SPEEDUP = "--stages 2 --microbatches 4 --iterations 2 --seeds 1 --sigmas 0,0.3 --policies bf:2p"
+FAMILY = Path(__file__).parent.parent.parent / "docs" / "data" / "family.csv"
+COLLAPSE = f"{FAMILY} --where run=fault-64 --reference-where run=width-32"
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 
@@ -26,7 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("suffix", MAGIC)
 def test_pictures_depend_on_their_input_alone(suffix: str, folder: Path, tmp_path: Path) -> None:
-    for kind, words in (("timeline", [str(folder)]), ("speedup", SPEEDUP.split())):
+    kinds = {
+        "timeline": [str(folder)],
+        "speedup": SPEEDUP.split(),
+        "collapse": [*COLLAPSE.split(), "--reference", str(FAMILY), "--force"],
+    }
+    for kind, words in kinds.items():
         pictures = []
         for name in ("a", "b"):
             target = tmp_path / f"{kind}-{name}{suffix}"
@@ -59,6 +66,8 @@ def test_a_timeline_shows_every_task(folder: Path, tmp_path: Path) -> None:
         ("timeline {folder} --first 7 -o x.png", "holds iterations 1 to 2, not 7"),
         ("timeline {folder} -o /no/such/x.png", "-o /no/such/x.png: cannot write it"),
         ("speedup --policies bf -o x.png", "--policies 'bf' is not HINT:LIMIT"),
+        ("collapse /no/such --reference {folder} -o x.png", "is a directory with neither"),
+        (f"collapse /no/such --reference {FAMILY} -o x.png", "/no/such: no such file"),
         ("speedup --stages 0 -o x.png", "--stages 0"),
         ("speedup --seeds 0 -o x.png", "--seeds at least 1"),
     ],

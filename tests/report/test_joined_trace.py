@@ -125,7 +125,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "joined.json"
     assert report(tmp_path) == 2
-    assert "nothing to write: give --trace FILE" in refusal(capsys)
+    assert "nothing to write: give -o FILE.html or --trace FILE" in refusal(capsys)
     assert report(tmp_path / "none", "--trace", target) == 2
     assert "none is no directory" in refusal(capsys)
     assert report(tmp_path, "--trace", target) == 2

@@ -127,3 +127,65 @@ def test_broken_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "rank-00002.json is cut off" in refusal()
     path.unlink()
     assert "there is no trace of rank 2 of 4" in refusal()
+
+
+def cut_out(folder: Path, first: int, last: int) -> None:
+    """Leave what a trace of these iterations would hold."""
+    for path in folder.iterdir():
+        head, *lines = path.read_text().removesuffix("\n]}\n").split("\n")
+        events = [json.loads(line.removesuffix(",")) for line in lines]
+        spans = {
+            int(event["name"].split()[1]): (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event.get("cat") == "batches"
+        }
+        begin, end = spans[first][0], spans[last][1]
+        kept = [event for event in events if "ts" not in event or begin <= event["ts"] <= end]
+        text = ",\n".join(json.dumps(event) for event in kept)
+        path.write_text(f"{head}\n{text}\n]}}\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "usual"),
+    [
+        ("--hint bfw --live-limit 1.5p --update 0.5", 1e-3),
+        ("--hint bf --live-limit 2p --update 0.5 --norm-latency 0.7", 1e-3),
+        (
+            "--hint bfw-depth --pipedream-2bw-clip stage --update 1 --replicas 2 --reduction 0.5",
+            0.05,
+        ),
+        ("--hint bfw-room --live-limit 1.5p --update 0.5 --norm-latency 2 --chunks 2", 0.05),
+    ],
+)
+def test_runs_that_do_not_drain_are_predicted(
+    flags: str, usual: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trace(tmp_path, f"{flags} --pipedream-2bw --iterations 8 --seeds 1")
+    found = asked(folder, "--hint bf", capsys)
+    assert " 2BW" in found["traced_policy"]
+    assert found["iterations"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    errors = sorted(map(abs, found["error"]))
+    # A rounded time can decide between two tasks, and then orders differ for a while.
+    assert errors[4] < usual
+    assert errors[-1] < 0.06
+    assert sum(found["predicted"]) == pytest.approx(sum(found["measured"]), rel=0.02)
+    # A trace from the middle of a run: its first batch had begun before.
+    cut_out(folder, 3, 6)
+    found = asked(folder, "--hint bf", capsys)
+    assert found["iterations"] == [4, 5, 6]
+    assert sum(found["predicted"]) == pytest.approx(sum(found["measured"]), rel=0.05)
+    per_iteration = {one["policy"]: one["makespan_per_iteration"] for one in found["what_if"]}
+    assert per_iteration[found["traced_policy"]] < per_iteration["1f1b p"]
+
+
+def test_a_run_that_does_not_drain_needs_a_known_hint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trace(tmp_path, "--hint bf --pipedream-2bw --live-limit 2p")
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace('"hint": "bf"', '"hint": "my:Own"'))
+    capsys.readouterr()
+    assert cli.main(["simulate", "--from-trace", str(folder)]) == 2
+    assert "give --traced-hint and --traced-limit" in capsys.readouterr().err
+    found = asked(folder, "--hint bf --traced-hint bf --traced-limit 2p", capsys)
+    assert max(map(abs, found["error"])) < 1e-3

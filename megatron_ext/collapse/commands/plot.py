@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_ext.collapse.check import check, describe
 from megatron_ext.collapse.commands import flags
+from megatron_ext.collapse.curve import Curve
 from megatron_ext.collapse.curve_file import write_text
 from megatron_ext.collapse.page import page
 from megatron_ext.collapse.picture import RunPicture, draw, run_picture
@@ -37,14 +38,7 @@ def run(args: argparse.Namespace) -> int:
         if target.exists() and not args.force:
             raise UsageError(f"{target}: exists; give another name, or --force to replace it")
     references = flags.read_references(args)
-    drawn: list[RunPicture] = []
-    texts: list[tuple[str, list[str]]] = []
-    for name in args.runs:
-        history = flags.read_run(name, args)
-        config = flags.check_config(args, references, history)
-        result = check(history, references, config)
-        drawn.append(run_picture(history, result, references, config.smooth_steps))
-        texts.append((result.run, describe(result, args.force)))
+    drawn, texts = pictures_of(args, references)
     picture = draw(references, drawn)
     if args.out is not None:
         write_text(args.out, picture, force=True)
@@ -56,3 +50,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(f"wrote {name}" for name in written))
     return 0
+
+
+def pictures_of(
+    args: argparse.Namespace, references: list[Curve]
+) -> tuple[list[RunPicture], list[tuple[str, list[str]]]]:
+    """The runs that the flags name, each compared with a reference.
+
+    Returns:
+        What to draw, and the name of each run with the result in lines.
+
+    Raises:
+        UsageError: A source or flag cannot work.
+    """
+    drawn: list[RunPicture] = []
+    texts: list[tuple[str, list[str]]] = []
+    for name in args.runs:
+        history = flags.read_run(name, args)
+        config = flags.check_config(args, references, history)
+        result = check(history, references, config)
+        drawn.append(run_picture(history, result, references, config.smooth_steps))
+        texts.append((result.run, describe(result, args.force)))
+    return drawn, texts
