@@ -82,9 +82,7 @@ class Cluster:
         assert not check or result.returncode == 0, f"{words}: {result.stderr}\n{self.logs()}"
         return result.stdout
 
-    def submit(
-        self, script: Path, variables: dict[str, str], *flags: str, cwd: Path
-    ) -> str:
+    def submit(self, script: Path, variables: dict[str, str], *flags: str, cwd: Path) -> str:
         """Submit a file as users do, with variables in the environment; the job's number."""
         result = subprocess.run(
             ["sbatch", "--parsable", *flags, str(script)],

@@ -19,5 +19,8 @@ def cluster() -> Iterator[Cluster]:
             f"no {', '.join(missing)} on this machine: "
             "scripts/install_debian_packages.sh slurm-wlm munge installs them where it can"
         )
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, running_cluster(Path(folder)) as it:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        running_cluster(Path(folder)) as it,
+    ):
         yield it

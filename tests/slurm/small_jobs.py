@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.training import REPOSITORY
 
 FILES = REPOSITORY / "scripts" / "slurm"
@@ -48,7 +50,7 @@ def command_of(file: Path, variables: dict[str, str]) -> list[str]:
     """What the job would start on each node."""
     result = subprocess.run(
         ["bash", str(file)],
-        env={**os.environ, **variables, "DRY_RUN": "1"},
+        env={**os.environ, **variables, "NODES": "2", "DRY_RUN": "1"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -63,14 +65,27 @@ def training_flags(file: Path, variables: dict[str, str]) -> list[str]:
     return words[words.index(variables["SCRIPT"]) + 1 :]
 
 
-def losses_in(log: str) -> dict[int, list[str]]:
-    """What Megatron's log says of each iteration, as printed: loss and gradient norm."""
-    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+).*?grad norm: (\S+)", log)
-    losses: dict[int, list[str]] = {}
-    for iteration, *values in found:
+def losses_in(log: str) -> dict[int, str]:
+    """The loss of each iteration as Megatron's log prints it."""
+    losses: dict[int, str] = {}
+    for iteration, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", log):
         assert int(iteration) not in losses, f"iteration {iteration} was trained twice"
-        losses[int(iteration)] = values
+        losses[int(iteration)] = loss
     return losses
+
+
+def expected_in_log(losses: list[float], starts: list[int]) -> dict[int, str]:
+    """What Megatron prints of these losses.
+
+    In the second iteration after each start it prints the average with the first one.
+    """
+    printed = {}
+    for number, loss in enumerate(losses):
+        value = loss
+        if number - 1 in starts:
+            value = float(np.float32(losses[number - 1]) + np.float32(loss)) / 2
+        printed[number + 1] = f"{value:.6E}"
+    return printed
 
 
 def tensors_of(checkpoints: Path, iteration: int) -> dict[str, Any]:
