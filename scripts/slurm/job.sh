@@ -40,6 +40,8 @@ CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-}"
 DRY_RUN="${DRY_RUN:-}"
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Megatron asks for it with tensor parallelism.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 
 # Nothing below needs to be changed.
 

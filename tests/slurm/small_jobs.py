@@ -46,11 +46,11 @@ def small(corpus: Path, run: Path, **more: str) -> dict[str, str]:
     }
 
 
-def command_of(file: Path, variables: dict[str, str]) -> list[str]:
+def command_of(file: Path, variables: dict[str, str], nodes: int = 2) -> list[str]:
     """What the job would start on each node."""
     result = subprocess.run(
         ["bash", str(file)],
-        env={**os.environ, **variables, "NODES": "2", "DRY_RUN": "1"},
+        env={**os.environ, **variables, "NODES": str(nodes), "DRY_RUN": "1"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -59,9 +59,9 @@ def command_of(file: Path, variables: dict[str, str]) -> list[str]:
     return shlex.split(result.stdout)
 
 
-def training_flags(file: Path, variables: dict[str, str]) -> list[str]:
+def training_flags(file: Path, variables: dict[str, str], nodes: int = 2) -> list[str]:
     """The flags behind the script in what the job would start."""
-    words = command_of(file, variables)
+    words = command_of(file, variables, nodes)
     return words[words.index(variables["SCRIPT"]) + 1 :]
 
 
