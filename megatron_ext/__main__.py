@@ -7,10 +7,12 @@ first on the import path, so the Megatron beside it is the one that is used.
 from __future__ import annotations
 
 import argparse
+import atexit
 import multiprocessing
 import os
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,5 +108,32 @@ def _end(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
+def run() -> None:
+    """Run as a program: `main`, and its end also while a batch is under way.
+
+    With --pipedream-2bw Megatron may end (--exit-interval, a signal, an alarm) when the next batch
+    has begun. Then threads wait inside of the transport for messages that nobody sends any more.
+    The interpreter would end them there, which aborts the process; so it ends without that, but
+    after all that was registered for the end.
+    """
+    try:
+        main()
+    except SystemExit as end:
+        from megatron_ext import hooks
+
+        if not hooks.batch_under_way():
+            raise
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main()
+    run()

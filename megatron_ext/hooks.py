@@ -160,6 +160,11 @@ def installed() -> list[Hook]:
     return list(_installed)
 
 
+def batch_under_way() -> bool:
+    """Whether a batch has begun that no call has ended (--pipedream-2bw)."""
+    return _executor is not None and _executor.under_way
+
+
 def explain(error: BaseException) -> str:
     """One line on an error that ended the run, with the stage's place in the pipeline if known."""
     if _executor is not None and _executor.connected:

@@ -40,9 +40,7 @@ def send_signal(record: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_way_to_end_leaves_a_clean_checkpoint(
-    corpus: Path, tmp_path: Path, mode: str
-) -> None:
+def test_each_way_to_end_leaves_a_clean_checkpoint(corpus: Path, tmp_path: Path, mode: str) -> None:
     """One training in four pieces, each ended in another way, is the training in one go."""
     flags = [*shlex.split("--pipeline-model-parallel-size 2 --train-iters 7"), *MODES[mode]]
     whole = train_well(corpus, 2, flags)

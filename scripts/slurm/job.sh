@@ -195,10 +195,10 @@ train() {
     # Another port at each start: the one before may not be free yet.
     MASTER_PORT="${MASTER_PORT:-$((20000 + (10#${SLURM_JOB_ID:-0} * 7 + START) % 10000))}"
     choose_container
-    # All CPUs to the one task of each node: it starts the ranks. A node that ends early leaves the
-    # others time to say what they waited for.
+    # All CPUs to the one task of each node: it starts the ranks. Where one node fails, the others
+    # have a minute to say what they waited for; if all is well they end together.
     step=(srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1
-        --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" --kill-on-bad-exit=0 --wait=300
+        --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" --kill-on-bad-exit=0 --wait=60
         --output="$RUN_DIR/train.log" --open-mode=append "${around_srun[@]}" "${around_task[@]}"
         "$PYTHON" "$REPO/scripts/slurm/launch_ranks.py" --nodes "$NODES" --ranks "$RANKS_PER_NODE"
         --address "${MASTER_ADDR:-localhost}:$MASTER_PORT" --job "$JOB-$START"

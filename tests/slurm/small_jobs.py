@@ -89,7 +89,10 @@ def expected_in_log(losses: list[float], starts: list[int]) -> dict[int, str]:
 
 
 def tensors_of(checkpoints: Path, iteration: int) -> dict[str, Any]:
-    """Every tensor of a checkpoint, by name: weights and the optimizer's state."""
+    """Every tensor of a checkpoint, by name: weights, the optimizer's state and the schedule's.
+
+    Not the states of random streams, from which a new data loader draws a number at each start.
+    """
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -101,7 +104,7 @@ def tensors_of(checkpoints: Path, iteration: int) -> dict[str, Any]:
         planner=_EmptyStateDictLoadPlanner(),
         no_dist=True,
     )
-    return _flat(state)
+    return _flat({name: value for name, value in state.items() if "rng_state" not in name})
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The launcher of one node: the signal to one rank, and the exit status of the first that failed."""
+"""The launcher of one node: the signal to one rank, and the status of the first that failed."""
 
 from __future__ import annotations
 
