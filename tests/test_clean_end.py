@@ -16,8 +16,7 @@ pytestmark = pytest.mark.multiprocess
 
 MODES = {
     "rrfp": RRFP,
-    "2bw": [*RRFP, "--pipedream-2bw"],
-    "2bw-muon": [*RRFP, "--pipedream-2bw", "--optimizer", "muon"],
+    "2bw": [*RRFP, "--pipedream-2bw", "--optimizer", "muon"],
 }
 SIGNAL = shlex.split("--exit-signal-handler --exit-signal SIGUSR1")
 
@@ -44,7 +43,8 @@ def test_each_way_to_end_leaves_a_clean_checkpoint(corpus: Path, tmp_path: Path,
     """One training in four pieces, each ended in another way, is the training in one go."""
     flags = [*shlex.split("--pipeline-model-parallel-size 2 --train-iters 7"), *MODES[mode]]
     whole = train_well(corpus, 2, flags)
-    keep = [*flags, "--save", str(tmp_path), "--load", str(tmp_path)]
+    folder = str(tmp_path)
+    keep = [*flags, "--save", folder, "--load", folder, "--save-interval", "100"]
     pieces = [
         train_well(corpus, 2, [*keep, "--exit-interval", "2"]),
         train_well(corpus, 2, [*keep, *SIGNAL], observe=send_signal),
