@@ -170,8 +170,9 @@ choose_wandb_run() {
     fi
     [[ -n $DRY_RUN ]] || printf '%s\n' "$WANDB_RUN_ID" >"$file"
     export WANDB_MODE WANDB_RUN_ID WANDB_RESUME="${WANDB_RESUME:-allow}"
+    # Megatron logs losses to wandb only where it logs them to TensorBoard, too.
     training+=(--wandb-project "$WANDB_PROJECT" --wandb-exp-name "$RUN_NAME"
-        --wandb-save-dir "$RUN_DIR")
+        --wandb-save-dir "$RUN_DIR" --tensorboard-dir "$RUN_DIR/tensorboard")
 }
 
 # Train to the end or to the signal, and say what becomes of the job; does not return but at the
