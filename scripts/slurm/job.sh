@@ -59,7 +59,7 @@ signals=0
 on_signal() {
     signals=$((signals + 1))
     say "SIGUSR1 at $(date '+%F %T'): asking for a checkpoint and the end"
-    [[ -z $RUN_DIR ]] || touch -- "$RUN_DIR/stop"
+    touch -- "$RUN_DIR/stop" 2>/dev/null || true # or when the step starts
 }
 trap on_signal USR1
 
@@ -119,8 +119,11 @@ saved_iteration() {
 # Value of a flag in `training`, the last one if it is there more than once.
 value_of() {
     local number value=""
-    for ((number = 0; number < ${#training[@]} - 1; number++)); do
-        [[ ${training[number]} == "$1" ]] && value="${training[number + 1]}"
+    for ((number = 0; number < ${#training[@]}; number++)); do
+        case "${training[number]}" in
+            "$1") value="${training[number + 1]:-}" ;;
+            "$1="*) value="${training[number]#*=}" ;;
+        esac
     done
     printf '%s\n' "$value"
 }

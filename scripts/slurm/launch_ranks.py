@@ -4,8 +4,8 @@ Started by `job.sh` once per node. Ranks meet through the first node (torchrun's
 When the stop file appears, the first node's launcher sends SIGUSR1 to one of its ranks, once, as
 soon as Megatron's handler (``--exit-signal-handler``) is in place there. All ranks ask each other
 after every iteration whether it came. SLURM itself would send it to every process of the step, and
-it ends those that do not expect it, such as wandb's, the writers of asynchronous checkpoints, and
-ranks that are about to end.
+it ends those that do not expect it, such as wandb's monitor, the writers of asynchronous
+checkpoints, and ranks that are about to end.
 
 The exit status is that of the first rank that failed, which torchrun's own would not tell.
 """

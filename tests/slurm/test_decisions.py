@@ -97,6 +97,8 @@ def test_a_finished_run_is_not_requeued_nor_started_again(stage: Stage) -> None:
     again = stage.job(STATUS="1")
     assert (again.code, again.requeued) == (0, False)
     assert "finished" in again.output
+    longer = stage.job(REACH="200", EXTRA_FLAGS="--train-iters=200")
+    assert "finished: iteration 200 of 200" in longer.output
 
 
 def test_a_signal_requeues_with_the_checkpoint(stage: Stage) -> None:
