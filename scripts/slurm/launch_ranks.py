@@ -93,6 +93,7 @@ def _catches(process: int, number: int) -> bool:
 
 
 def _reason(error: Exception, address: str) -> str:
+    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     text = (str(error).strip() or repr(error)).splitlines()[0]
     return f"the nodes did not meet at {address}: {type(error).__name__}: {text}"
 

@@ -44,6 +44,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,batch_sched_delay=0
 MinJobAge=600
+# Jobs make ports from their numbers; another cluster of these tests may run here at this time.
+FirstJobId={first_job}
 KillWait=5
 GresTypes=gpu
 # More than the machine has: nothing is bound to it.
@@ -132,7 +134,8 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     """
     ports = dict(zip(("controller_port", "port_1", "port_2"), _free_ports(3), strict=True))
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-    (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, user=user, **ports))
+    numbers = {**ports, "first_job": 1 + secrets.randbelow(60_000)}
+    (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, user=user, **numbers))
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
     for number in range(8):  # files in place of devices
         (folder / f"gpu{number}").touch()

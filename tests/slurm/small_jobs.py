@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.training import REPOSITORY
 
@@ -93,18 +97,17 @@ def tensors_of(checkpoints: Path, iteration: int) -> dict[str, Any]:
 
     Not the states of random streams, from which a new data loader draws a number at each start.
     """
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=FileSystemReader(checkpoints / f"iter_{iteration:07d}"),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    return _flat({name: value for name, value in state.items() if "rng_state" not in name})
+    folder = checkpoints / f"iter_{iteration:07d}"
+    files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))  # of the format "torch"
+    state = {file.parent.name: torch.load(file, weights_only=False) for file in files}
+    if not state:
+        _load_state_dict(
+            state,
+            storage_reader=FileSystemReader(folder),
+            planner=_EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )
+    return {name: tensor for name, tensor in _flat(state).items() if "rng_state" not in name}
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

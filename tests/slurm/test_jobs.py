@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 ITERATIONS = 24
 SLOW = "--rrfp-jitter 1.0,8,1.0"
 """Delays, so that a signal comes in the middle; they do not change what is computed."""
+QUICK = "--ckpt-format torch"
+"""Saved by the rank itself, not by a process that first imports everything again."""
 
 
 @dataclass
@@ -142,8 +144,9 @@ def test_two_versions_are_requeued_and_end_as_if_they_had_not_been(
     variables = small(corpus, tmp_path / "run", TRAIN_ITERS=str(ITERATIONS))
     # Delayed already when the signal comes.
     variables |= {"PIPEDREAM_2BW_FLAGS": "--pipedream-2bw-start-iteration 1"}
+    variables |= {"EXTRA_FLAGS": QUICK}
     whole = train_uninterrupted(corpus, MUON_FILE, variables, tmp_path / "whole")
-    variables |= {"EXTRA_FLAGS": SLOW}
+    variables |= {"EXTRA_FLAGS": f"{QUICK} {SLOW}"}
     run_interrupted(cluster, MUON_FILE, variables, tmp_path)
     check_same(whole, variables, tmp_path)
 
@@ -159,6 +162,7 @@ def test_a_family_leaves_a_curve_per_size(cluster: Cluster, corpus: Path, tmp_pa
         TPP="2",
         RECIPE_FLAGS="--lr 3e-3 --batch-tokens 512",
         MODEL_FLAGS="--attention-dropout 0 --hidden-dropout 0",
+        EXTRA_FLAGS=QUICK,
     )
     job = cluster.submit(FAMILY_FILE, variables, "--array=0-1", cwd=tmp_path)
     ends = cluster.wait(job, 300)
