@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ext.doctor import OTHER_APEX, is_other_apex
-from megatron_ext.ending import end, end_by
+from megatron_ext.ending import end, end_by, end_under_way
 from megatron_ext.errors import UsageError
 from megatron_ext.python_version import check_python
 
@@ -94,5 +94,14 @@ def _script(name: str) -> Path:
     return script.resolve()
 
 
+def run() -> None:
+    """Run as a program: `main`, and its end also while a batch is under way."""
+    try:
+        main()
+    except SystemExit as error:
+        end_under_way(error)
+        raise
+
+
 if __name__ == "__main__":
-    main()
+    run()

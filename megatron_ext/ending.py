@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from typing import NoReturn
 
@@ -37,3 +39,32 @@ def end_by(error: BaseException) -> NoReturn:
 
     traceback.print_exception(error)
     end(hooks.explain(error), 1)
+
+
+def end_under_way(error: SystemExit, run_registered: bool = True) -> None:
+    """End the process by `error` if a batch is under way; else do nothing.
+
+    With --pipedream-2bw Megatron may end (--exit-interval, a signal, an alarm) when the next batch
+    has begun. Then threads wait inside of the transport for messages that nobody sends any more.
+    The interpreter would end them there, which aborts the process; so it ends without that, but
+    after all that was registered for the end.
+
+    Args:
+        error: What ends it.
+        run_registered: Whether what is registered with `atexit` has still to run.
+    """
+    from megatron_ext import hooks
+
+    if not hooks.batch_under_way():
+        return
+    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    if run_registered:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

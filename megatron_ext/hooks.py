@@ -188,6 +188,11 @@ def _patched_in(module: str) -> Any:
     return importlib.import_module(module) if importlib.util.find_spec(module) else None
 
 
+def batch_under_way() -> bool:
+    """Whether a batch has begun that no call has ended (--pipedream-2bw)."""
+    return _executor is not None and _executor.under_way
+
+
 def explain(error: BaseException) -> str:
     """One line on an error that ended the run, with the stage's place in the pipeline if known."""
     if _executor is not None and _executor.connected:

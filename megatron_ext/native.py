@@ -6,14 +6,16 @@ arguments. Errors end the run as they do under ``-m megatron_ext``: in one line,
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext import hooks
-from megatron_ext.ending import end, end_by
+from megatron_ext.ending import end, end_by, end_under_way
 from megatron_ext.errors import UsageError
 
 INTERFACE = 1
@@ -46,6 +48,23 @@ def configure(args: Any) -> None:
         if set(hooks.installed()) - set(before):
             hooks.check_version(args.allow_untested_megatron)
             sys.excepthook = _end_by_uncaught
+        if args.pipedream_2bw:
+            _end_well_with_a_batch_under_way()
+
+
+def _end_well_with_a_batch_under_way() -> None:
+    """See `end_under_way`: here nobody stands around the script to catch its SystemExit."""
+    code = 0
+
+    def on_train_end(context: Any) -> None:
+        nonlocal code
+        code = context.exit_code or 0
+
+    # After the other listeners, one of which may set the code.
+    listener = SimpleNamespace(on_train_end=on_train_end)
+    importlib.import_module("megatron.training.callbacks").add(listener)
+    # Registered first of all, so it runs last.
+    atexit.register(lambda: end_under_way(SystemExit(code), run_registered=False))
 
 
 def _end_by_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:

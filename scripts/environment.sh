@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Makes or reuses the virtual environment; sourced by the other scripts, not run.
 #
 # The environment is .venv in the repository, or where MEGATRON_EXT_VENV points. Afterwards
@@ -143,7 +144,7 @@ _prepare_environment() {
         _remove_half_installed
         _say "installing megatron_ext and what it needs (the first time: some minutes, some GB)"
         mapfile -t requirements < <(_build_requirements)
-        _pip_install "${requirements[@]}" -e "$megatron_ext_repo[test,docs]" ||
+        _pip_install "${requirements[@]}" -e "${megatron_ext_repo}[test,docs]" ||
             _die "pip could not install megatron_ext into $megatron_ext_venv (its reason is above)"
         # Last of all, so that an interrupted installation is taken up again.
         printf '%s\n' "$wanted" >"$stamp.part"

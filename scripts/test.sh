@@ -4,6 +4,7 @@
 #   scripts/test.sh tests/test_corpus.py -k links
 # Paths are relative to the repository.
 set -euo pipefail
+# shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 cd -- "$megatron_ext_repo"
 exec python -m pytest "$@"

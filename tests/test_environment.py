@@ -108,34 +108,3 @@ def test_a_failed_installation_is_taken_up_again(programs: Path, tmp_path: Path)
     (venv / "bin" / "python").unlink()
     third = prepare(programs, venv)
     assert f"making {venv} with" in third.stderr
-
-
-@pytest.mark.parametrize(
-    ("program", "status", "reason"),
-    [
-        (None, 0, "no apt-get here: chromium not looked for"),
-        ("exit 0", 0, "installing chromium"),
-        ("echo E: no such package; exit 100", 0, "could not install chromium"),
-    ],
-)
-def test_packages_that_cannot_be_installed_stop_nothing(
-    program: str | None, status: int, reason: str, programs: Path
-) -> None:
-    for tool in ("env", "mktemp", "tail"):
-        found = shutil.which(tool)
-        assert found is not None
-        (programs / tool).symlink_to(found)
-    if program is not None:
-        add_program(programs, "dpkg-query", "exit 1")
-        add_program(programs, "apt-get", program)
-        add_program(programs, "sudo", '[[ $1 == -n ]] && shift; "$@"')
-        add_program(programs, "true", "exit 0")
-    done = subprocess.run(
-        [str(programs / "bash"), str(SCRIPT.with_name("install_debian_packages.sh")), "chromium"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": str(programs)},
-    )
-    assert done.returncode == status
-    assert reason in done.stderr

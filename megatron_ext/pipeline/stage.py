@@ -189,6 +189,11 @@ class StageExecutor:
         """Whether the stage knows its place and has its links: from its first batch on."""
         return hasattr(self, "_links")
 
+    @property
+    def under_way(self) -> bool:
+        """Whether the next batch has begun, between two calls."""
+        return self._unfinished is not None
+
     def explain(self, error: BaseException) -> str:
         """What to say of an error that a task, or Megatron between two batches, raised."""
         return self._whereabouts.explain(error)
