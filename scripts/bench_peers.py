@@ -40,6 +40,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from bench_schedules import Durations  # noqa: E402
 from emulated_stage import Work  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from peer_ideals import ordered_s, simulated_s  # noqa: E402
 from peer_schedules import OURS, PEERS, Policy, closed_form_s, make_runners, ours  # noqa: E402
 from peer_tables import markdown, show  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -98,6 +99,12 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
             work = Work.draw(durations, level, seed, policy.chunks)
             outcome = run(number, work)
             if rank == 0:
+                order = runners[number].order
+                if order is not None:
+                    outcome["ideal_s"] = ordered_s(work, order, policy.v_shaped)
+                else:
+                    hint = policy.schedule if policy.family == OURS else "1f1b"
+                    outcome["ideal_s"] = simulated_s(work, hint, policy.live_limit)
                 results.put((setting, policy, work.floor, outcome))
     dist.barrier()
     dist.destroy_process_group()
@@ -143,7 +150,7 @@ def summarize(args: argparse.Namespace, runs: list[Any]) -> list[dict[str, Any]]
                 for setting, other, floor, outcome in runs
                 if (*setting[:2], other) == (sigma, level, policy)
             ]
-            equal = None if policy.family == OURS else _at_equal_memory(policy, peaks)
+            equal = [] if policy.family == OURS else _at_equal_memory(policy, peaks)
             formula = closed_form_s(policy, args.stages, args.microbatches, task_s)
             record: dict[str, Any] = {
                 "policy": policy.name,
@@ -156,7 +163,8 @@ def summarize(args: argparse.Namespace, runs: list[Any]) -> list[dict[str, Any]]
                 "floor_s": statistics.median(floor for _, floor, _ in mine),
                 "formula_s": formula if (sigma, level) == (0, "J0") else None,
                 "missed_s": max(outcome["missed_s"] for *_, outcome in mine),
-                "ours_at_equal_memory": equal.name if equal else None,
+                "ideal_s": statistics.median(outcome["ideal_s"] for *_, outcome in mine),
+                "ours_at_equal_memory": {},
             }
             spreads = {
                 "makespan_s": [outcome["makespan_s"] for *_, outcome in mine],
@@ -166,29 +174,38 @@ def summarize(args: argparse.Namespace, runs: list[Any]) -> list[dict[str, Any]]
                     for setting, _, outcome in mine
                 ],
             }
-            if equal:  # above 1: the peer takes longer
-                spreads["ours_speedup"] = [
-                    outcome["makespan_s"] / makespans[setting, equal]
-                    for setting, _, outcome in mine
-                ]
             for name, values in spreads.items():
                 record[name] = statistics.median(values)
                 record[f"{name}_min"], record[f"{name}_max"] = min(values), max(values)
+            for other in equal:
+                ratios = [
+                    outcome["makespan_s"] / makespans[setting, other]
+                    for setting, _, outcome in mine
+                ]
+                record["ours_at_equal_memory"][other.name] = {
+                    "median": statistics.median(ratios),
+                    "min": min(ratios),
+                    "max": max(ratios),
+                }
             records.append(record)
     return records
 
 
-def _at_equal_memory(peer: Policy, peaks: dict[Policy, float]) -> Policy | None:
-    """Ours with one chunk that holds most without holding more than the peer.
+def _at_equal_memory(peer: Policy, peaks: dict[Policy, float]) -> list[Policy]:
+    """Ours that hold most without holding more than the peer: with one chunk, and with as many.
 
-    Chosen by memory alone, not by what was fastest. None if even the smallest holds more.
+    Chosen by memory alone, not by what was fastest.
     """
-    fitting = [
-        policy
-        for policy, peak in peaks.items()
-        if policy.family == OURS and policy.chunks == 1 and peak <= peaks[peer]
-    ]
-    return max(fitting, key=lambda policy: peaks[policy], default=None)
+    found = []
+    for chunks in sorted({1, peer.chunks}):
+        fitting = [
+            policy
+            for policy, peak in peaks.items()
+            if policy.family == OURS and policy.chunks == chunks and peak <= peaks[peer]
+        ]
+        if fitting:
+            found.append(max(fitting, key=lambda policy: peaks[policy]))
+    return found
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

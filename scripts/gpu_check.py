@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import signal
 import sys
 import sysconfig
 import time
@@ -147,5 +147,10 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    multiprocessing.freeze_support()
-    sys.exit(main())
+    # A plain `kill` ends it as Ctrl-C does: with the training processes stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("gpu_check: interrupted; the training processes are stopped", file=sys.stderr)
+        sys.exit(130)

@@ -53,7 +53,7 @@ def rank_main(rank: int, ranks: int, port: int, argv: list[str], folder: str, cp
         __main__.main([*(["--cpu"] if cpu else []), str(SCRIPT), *argv])
     except SystemExit as end:
         if end.code:
-            sys.stderr.flush()
+            print(end.code, file=sys.stderr, flush=True)
             os._exit(1)
     record["weights"] = record.pop("hash")()
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(record))

@@ -67,6 +67,7 @@ def ours(stages: int) -> tuple[Policy, ...]:
         Policy(OURS, "bfw-depth", live_limit="p"),
         Policy(OURS, "bfw-depth", live_limit=str(interleaved)),
         Policy(OURS, "bfw-depth", live_limit="2p"),
+        Policy(OURS, "bfw-depth", live_limit="p", chunks=2),
         Policy(OURS, "bfw-depth", live_limit=str(interleaved), chunks=2),
     )
 
@@ -100,6 +101,8 @@ class Runner:
         self, policy: Policy, rank: int, stages: int, microbatches: int, group: Any
     ) -> None:
         self.policy = policy
+        self.order: dict[int, list[Any]] | None = None
+        """PyTorch's list of actions by rank, where the schedule has one."""
         self._rank = rank
         several = policy.chunks > 1
         config = TransformerConfig(
@@ -193,6 +196,8 @@ class Runner:
             n_microbatches=microbatches,
             loss_fn=lambda output, _: output.mean(),
         )
+        if isinstance(schedule, pytorch.PipelineScheduleMulti):
+            self.order = schedule.pipeline_order
         holds_first = any(piece.is_first for piece in pieces)
         inputs = [(first_input(),) if holds_first else () for _ in range(microbatches)]
         targets = [torch.zeros(()) for _ in range(microbatches)]

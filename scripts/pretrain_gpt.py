@@ -151,8 +151,9 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def main() -> None:
     """Run Megatron's pretraining with the signature that this Megatron has."""
-    compiles_helper = dataset_utils.compile_helpers.__module__ == dataset_utils.__name__
-    if compiles_helper and not Path(dataset_utils.__file__).with_name("Makefile").exists():
+    compile_helpers = dataset_utils.compile_helpers  # ours, under python -m megatron_ext
+    is_megatrons = compile_helpers.__code__.co_filename == dataset_utils.__file__
+    if is_megatrons and not Path(dataset_utils.__file__).with_name("Makefile").exists():
         sys.exit(
             "pretrain_gpt.py: error: this Megatron is a wheel, which lacks the Makefile that it "
             "runs at its start; start with: python -m megatron_ext scripts/pretrain_gpt.py ..."

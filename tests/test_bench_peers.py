@@ -42,6 +42,7 @@ def test_small_run(tmp_path: Path) -> None:
         "PyTorch DualPipeV": 2.5,
         "RRFP bfw-depth at p": 2,
         "RRFP bfw-depth at 2p": 4,
+        "RRFP bfw-depth at p, 2 chunks": 2,
     }
     policies = {record["policy"] for record in results}
     assert set(held) <= policies
@@ -52,16 +53,19 @@ def test_small_run(tmp_path: Path) -> None:
         assert record["missed_s"] < 1e-9
         levels[record["jitter"]].add(round(record["floor_s"], 9))
         assert record["makespan_s"] > record["floor_s"]
-        if record["formula_s"]:
-            assert record["makespan_s"] > record["formula_s"]
+        assert record["makespan_s"] > record["ideal_s"] >= record["floor_s"] - 1e-9
+        if record["formula_s"]:  # PyTorch's own order, or the simulation's, takes textbook time
+            assert record["ideal_s"] == pytest.approx(record["formula_s"])
         peak = held.get(record["policy"])
         if record["family"] == "RRFP":
             assert record["peak_live"] <= (peak or 2)
-            assert record["ours_at_equal_memory"] is None
+            assert record["ours_at_equal_memory"] == {}
         else:
             assert record["peak_live"] == peak
-            assert record["ours_at_equal_memory"] in policies
-            assert record["ours_speedup_min"] <= record["ours_speedup"]
+            assert len(record["ours_at_equal_memory"]) == record["chunks"]
+            for ours, ratio in record["ours_at_equal_memory"].items():
+                assert ours in policies
+                assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
     (quiet,), (late,) = levels["J0"], levels["J3"]
     assert quiet == pytest.approx(4 * 0.009)
     assert late > quiet  # delays were injected
@@ -73,7 +77,7 @@ def test_small_run(tmp_path: Path) -> None:
     assert table.returncode == 0, table.stderr
     for name in policies:
         assert f"| {name} |" in table.stdout
-    assert "RRFP is behind: " in table.stdout
+    assert "RRFP is behind nowhere" in table.stdout or " is behind " in table.stdout
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
