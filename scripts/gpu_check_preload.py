@@ -10,6 +10,7 @@ cpu.enable()
 
 import megatron.training  # noqa: E402
 import megatron.training.checkpointing  # noqa: E402, F401
+import pretrain_gpt  # noqa: E402, F401
 import torch  # noqa: E402
 
 import megatron_ext.__main__  # noqa: E402

@@ -137,7 +137,7 @@ class Runs:
         return found
 
     def _run(self, training: Training) -> Record:
-        limit = min(self.ends_at - time.monotonic(), 150.0)
+        limit = min(self.ends_at - time.monotonic(), 240.0 if self.cpu else 120.0)
         if limit < 10:
             raise RunError(f"{training.title}: not started, the time is up (--limit-s)")
         folder = self.folder / training.name
