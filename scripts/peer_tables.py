@@ -101,13 +101,13 @@ def markdown(run: dict[str, Any]) -> str:
             ]
             lines.append(f"| {name} | {ours} | " + " | ".join(cells) + " |")
             behind += [
-                f"{ours} is behind {name} under {_title(one)} ({ratio['median']:.2f}x)"
+                f"- {ours} is behind {name} under {_title(one)} ({ratio['median']:.2f}x)"
                 for one, ratio in ratios.items()
                 if ratio["median"] < 1
             ]
     lines += [
         "",
-        ("; ".join(behind) if behind else "RRFP is behind nowhere") + ".",
+        *(behind or ["RRFP is behind nowhere."]),
         "",
         "The same times without messages and overhead, simulated, in ms: what each order itself "
         "can reach.",
