@@ -2,19 +2,23 @@
 
 The megatron-core wheel has no entry script; this one stands in where there is no Megatron-LM
 checkout. It takes Megatron's own flags and knows nothing of megatron_ext: start it with
-``python -m megatron_ext scripts/pretrain_gpt.py ...`` or, for plain Megatron, directly.
+``python -m megatron_ext scripts/pretrain_gpt.py ...``, which also stands in for the Makefile that
+the wheel lacks and Megatron runs at its start.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -147,6 +151,13 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def main() -> None:
     """Run Megatron's pretraining with the signature that this Megatron has."""
+    compile_helpers = dataset_utils.compile_helpers  # ours, under python -m megatron_ext
+    is_megatrons = compile_helpers.__code__.co_filename == dataset_utils.__file__
+    if is_megatrons and not Path(dataset_utils.__file__).with_name("Makefile").exists():
+        sys.exit(
+            "pretrain_gpt.py: error: this Megatron is a wheel, which lacks the Makefile that it "
+            "runs at its start; start with: python -m megatron_ext scripts/pretrain_gpt.py ..."
+        )
     parameters = inspect.signature(pretrain).parameters
     if "cfg_container" not in parameters:  # 0.17 parses the arguments itself
         pretrain(datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)

@@ -94,6 +94,8 @@ class BatchStatistics:
     """The same, where the ranks of a tensor-parallel group decide together."""
     tasks: list[TaskSpan] = field(default_factory=list)
     """The tasks as they ran."""
+    device_tasks: list[TaskSpan] = field(default_factory=list)
+    """When a GPU ran them; only in a run that is traced."""
     waits: list[Span] = field(default_factory=list)
     """When nothing was ready."""
     reductions: list[Span] = field(default_factory=list)

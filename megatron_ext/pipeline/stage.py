@@ -35,6 +35,7 @@ from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.batch import Batch, Chunk, GradientSync, Run
 from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime, UpdateFacts
 from megatron_ext.pipeline.compute import Compute
+from megatron_ext.pipeline.device_queue import DeviceQueue, DeviceStuckError
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
@@ -220,6 +221,7 @@ class StageExecutor:
                 facts=self._facts_of(len(models), groups),
             )
         self._random_states = RandomStates(self._seed, self._device)
+        self._device_queue = DeviceQueue(self._device, self.config.timeout_s)
         self._agreement: Agreement = agree(groups, len(models), self.config.timeout_s)
         self._shares_tasks = not isinstance(self._agreement, Alone)
         self._compute = Compute(
@@ -413,12 +415,14 @@ class StageExecutor:
         self, run: Run, ended: Callable[[], bool], delayed: DelayedUpdates | None = None
     ) -> None:
         """Run what is ready until `ended` says so or the batch's update is done."""
-        arbiter, statistics = run.arbiter, run.statistics
+        arbiter, statistics, queue = run.arbiter, run.statistics, self._device_queue
         self._links.report_sent(run.forward_only)
+        queue.begin_batch(timed=self._trace is not None and self._trace.holds(statistics))
         arbiter.peak_live = arbiter.live
         statistics.started = time.perf_counter()
         try:
             while not ended():
+                queue.wait_for_room()
                 self._take_arrivals(run)
                 started = time.perf_counter()
                 task = self._agreement.choose(arbiter)
@@ -439,14 +443,21 @@ class StageExecutor:
                 if delayed is not None:
                     delayed.select(run.batch_of(task).iteration)
                 self._whereabouts.running = run.name(task)
-                with statistics.running(task), self._jittered(task):
+                with statistics.running(task), queue.running(task), self._jittered(task):
                     self.run_task(task, run)
                 self._whereabouts.running = None
                 arbiter.completed(task)
+            statistics.device_tasks = queue.spans()
         except TransportError as error:
             raise self._whereabouts.lost_peer(run, error) from error
         except AgreementError as error:
             raise self._whereabouts.lost_companion(run, error) from error
+        except DeviceStuckError as error:
+            raise PipelineError(
+                f"{self._whereabouts.where()}: {self._whereabouts.no_progress()}: {error}; a "
+                "kernel hangs, or a collective waits for another rank: look for the first error "
+                "of all ranks"
+            ) from error
         finally:
             statistics.ended = time.perf_counter()
             statistics.peak_live = arbiter.peak_live

@@ -31,8 +31,8 @@ _FOOT = b"\n]}\n"
 
 # Tracks of a rank, in the order shown. Threads get numbers that no two ranks share, because
 # viewers name threads by number alone.
-_TRACKS = ("batches", "tasks", "activations in", "gradients in")
-_BATCHES, _TASKS = 0, 1
+_TRACKS = ("batches", "tasks", "activations in", "gradients in", "device")
+_BATCHES, _TASKS, _DEVICE = 0, 1, 4
 _ARRIVALS = {Direction.FORWARD: 2, Direction.BACKWARD: 3}
 
 # An arrival is a moment; an arrow needs something with a length to point to.
@@ -92,6 +92,10 @@ class Trace:
                 f"--rrfp-trace {window}: cannot make {window.folder} ({error.strerror}); "
                 "name a directory that can be written to"
             ) from None
+
+    def holds(self, statistics: BatchStatistics) -> bool:
+        """Whether this batch is traced."""
+        return self._window.holds(statistics.iteration)
 
     @contextlib.contextmanager
     def batch(self, statistics: BatchStatistics) -> Iterator[None]:
@@ -213,6 +217,11 @@ def batch_events(
     for task, started, ended in statistics.tasks:
         about = f'{{"microbatch":{task.microbatch},"chunk":{task.chunk}}}'
         events.slice(_TASKS, label(task), started, ended, about)
+    if statistics.device_tasks:
+        events.lines += _track_names(place, _DEVICE)
+    for task, started, ended in statistics.device_tasks:
+        about = f'{{"microbatch":{task.microbatch},"chunk":{task.chunk}}}'
+        events.slice(_DEVICE, label(task), started, ended, about)
     for started, ended in waits:
         events.slice(_TASKS, "wait", started, ended)
     for started, ended in statistics.reductions:
@@ -233,19 +242,21 @@ def batch_events(
 
 def rank_names(place: RankPlace) -> Iterator[str]:
     """Events that name a rank and its tracks, and say in which order to show them."""
-
-    def event(name: str, about: dict[str, Any], track: int = 0) -> str:
-        thread = _thread(place, track)
-        return json.dumps(
-            {"ph": "M", "name": name, "pid": place.rank, "tid": thread, "args": about}
-        )
-
-    yield event("process_name", {"name": f"stage {place.stage} (rank {place.rank})"})
+    yield _about(place, "process_name", {"name": f"stage {place.stage} (rank {place.rank})"})
     order = place.pipeline[0] * len(place.pipeline) + place.stage
-    yield event("process_sort_index", {"sort_index": order})
-    for track, name in enumerate(_TRACKS):
-        yield event("thread_name", {"name": name}, track)
-        yield event("thread_sort_index", {"sort_index": track}, track)
+    yield _about(place, "process_sort_index", {"sort_index": order})
+    for track in range(_DEVICE):
+        yield from _track_names(place, track)
+
+
+def _track_names(place: RankPlace, track: int) -> Iterator[str]:
+    yield _about(place, "thread_name", {"name": _TRACKS[track]}, track)
+    yield _about(place, "thread_sort_index", {"sort_index": track}, track)
+
+
+def _about(place: RankPlace, name: str, about: dict[str, Any], track: int = 0) -> str:
+    thread = _thread(place, track)
+    return json.dumps({"ph": "M", "name": name, "pid": place.rank, "tid": thread, "args": about})
 
 
 def label(task: Task) -> str:

@@ -6,7 +6,7 @@ together with that of the header, before anything is known of the tensor, with t
 link's last large tensor, so that it need not wait for an answer to its header; what exceeds that
 size follows as a third message. Both ends see the same messages and so know the size.
 
-Tensors on a GPU go through host memory.
+Tensors on a GPU go through pinned host memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_ext.pipeline.task import HEADER_BYTES, Direction, Header, HeaderError
 from megatron_ext.pipeline.transport.base import Layout, Message, layout_of
 from megatron_ext.pipeline.transport.link_threads import LinkThreads, Receive, Send
+from megatron_ext.pipeline.transport.pinned import PinnedMemory, as_bytes
 
 # Up to this size a tensor travels in one piece with its header.
 _INLINE_BYTES = 64 * 1024
@@ -60,7 +61,7 @@ class GlooTransport(LinkThreads):
 
     @override
     def _sender(self, direction: Direction, peer: int) -> Send:
-        return _Sender(self._group, direction, peer).send
+        return _Sender(self._group, direction, peer, self._device).send
 
 
 class _Receiver:
@@ -72,7 +73,7 @@ class _Receiver:
         self._group = group
         self._direction = direction
         self._peer = peer
-        self._device = device
+        self._pinned = PinnedMemory(device) if device.type == "cuda" else None
         self._slot = _Slot()
         self._ahead = 0
         """Size of the link's last large tensor, and of the receive that is posted ahead."""
@@ -95,8 +96,8 @@ class _Receiver:
             tensor = self._slot.payload(layout).clone()
         else:
             tensor = self._receive_large(layout.nbytes).view(layout.dtype).view(layout.shape)
-        if self._device.type != "cpu":
-            tensor = tensor.to(self._device)
+        if self._pinned is not None:
+            tensor = self._pinned.to_device(tensor)
         return Message(header, tensor)
 
     def _receive_large(self, nbytes: int) -> torch.Tensor:
@@ -123,10 +124,13 @@ class _Receiver:
 class _Sender:
     """The sending end of a link."""
 
-    def __init__(self, group: dist.ProcessGroup, direction: Direction, peer: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, direction: Direction, peer: int, device: torch.device
+    ) -> None:
         self._group = group
         self._direction = direction
         self._peer = peer
+        self._pinned = PinnedMemory(device) if device.type == "cuda" else None
         self._slot = _Slot()
         self._ahead = 0
         """Size of the link's last large tensor: the neighbour has posted a receive for it."""
@@ -134,8 +138,8 @@ class _Sender:
     def send(self, message: Message, produced: torch.cuda.Event | None) -> None:
         """Send a message and wait until it has been received."""
         header, tensor, _ = message
-        if produced is not None:
-            produced.synchronize()
+        if self._pinned is not None and tensor is not None:
+            tensor = self._pinned.to_host(tensor, produced)
         slot = self._slot
         slot.bytes[:HEADER_BYTES] = header.pack()
         layout = layout_of(header)
@@ -144,7 +148,7 @@ class _Sender:
             slot.payload(layout).copy_(tensor)
         works = [self._group.send([slot.first(inline)], self._peer, _HEADER_TAGS[self._direction])]
         if tensor is not None and layout and layout.nbytes > inline:
-            data = _as_bytes(tensor.to("cpu").contiguous())
+            data = as_bytes(tensor.contiguous())
             for piece in (data[: self._ahead], data[self._ahead :]):
                 if len(piece):
                     works.append(
@@ -186,8 +190,3 @@ def make_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as bytes: gloo then needs to know no type."""
-    return tensor.view(-1).view(torch.uint8)

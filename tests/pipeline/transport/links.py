@@ -61,7 +61,8 @@ def open_stage(
     """Join the pipeline of all ranks.
 
     Args:
-        kind: Of transport; "nccl" has groups of gloo in the role of its tensor channels.
+        kind: Of transport; "nccl" has groups of gloo in the role of its tensor channels. "gloo,
+            staged" takes the CPU for a GPU, which `cpu.enable` must have prepared.
         rank: This stage.
         depth: How many stages there are.
         timeout_s: The transport's limit.
@@ -84,6 +85,8 @@ def open_stage(
     match kind:
         case "gloo":
             links = GlooTransport(group, **ends, **rest)
+        case "gloo, staged":
+            links = GlooTransport(group, **ends, capacity=CAPACITY, device=torch.device("cuda", 0))
         case "nixl":
             links = NixlTransport(group, **ends, **rest, timeout_s=timeout_s)
         case _:
