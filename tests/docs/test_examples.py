@@ -37,7 +37,7 @@ PLACEHOLDERS = {"...", "YOUR", "FLAGS", "SCRIPT", "SCRIPT.py", "&"}
 OTHERS = {"cd", "git", "lint-imports", "mkdir", "mkdocs", "mypy", "pip", "ruff", "source", "tail"}
 OTHERS |= {"scancel", "squeue", "touch", "wandb"}
 # Words of the shell's own; the commands between them are checked.
-OTHERS |= {"do", "done", "fi", "for", "if", "shellcheck"}
+OTHERS |= {"do", "done", "fi", "for", "if", "shellcheck", "wait"}
 # Programs that start one of our scripts.
 STARTERS = {"bash", "python", "sbatch"}
 
