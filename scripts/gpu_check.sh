@@ -14,6 +14,7 @@ sys.exit(sys.version_info < (3, 12) or not all(map(importlib.util.find_spec, nee
     megatron_ext_repo="${here%/*}"
     export PYTHONPATH="$megatron_ext_repo${PYTHONPATH:+:$PYTHONPATH}"
 else
+    # shellcheck source=scripts/environment.sh
     source "$here/environment.sh"
 fi
 exec python "$megatron_ext_repo/scripts/gpu_check.py" "$@"

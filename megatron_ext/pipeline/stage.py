@@ -11,13 +11,8 @@ and returns when its own batch's update is done.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import sys
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -33,23 +28,24 @@ from megatron_ext.pipedream_2bw.shadow_groups import make_shadows
 from megatron_ext.pipeline.agreement import Agreement, AgreementError, Alone, agree
 from megatron_ext.pipeline.arbiter import Arbiter
 from megatron_ext.pipeline.batch import Batch, Chunk, GradientSync, Run
-from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, MessageTime, UpdateFacts
+from megatron_ext.pipeline.batch_statistics import BatchStatistics, Load, UpdateFacts
 from megatron_ext.pipeline.compute import Compute
 from megatron_ext.pipeline.device_queue import DeviceQueue, DeviceStuckError
 from megatron_ext.pipeline.hints import BackwardForward, Place, find_hint
 from megatron_ext.pipeline.jitter import Jitter
 from megatron_ext.pipeline.live_limit import parse_live_limit, tapered
+from megatron_ext.pipeline.messages import Messages
 from megatron_ext.pipeline.peak_memory import peak_memory
 from megatron_ext.pipeline.random_state import RandomStates
 from megatron_ext.pipeline.run_facts import RunFacts
-from megatron_ext.pipeline.task import Direction, Header, Kind, Task
+from megatron_ext.pipeline.task import Direction, Kind, Task
 from megatron_ext.pipeline.trace import RankPlace, Trace
-from megatron_ext.pipeline.transport.base import Message, TransportError, describe
+from megatron_ext.pipeline.transport.base import TransportError
 from megatron_ext.pipeline.transport.choose import open_links
+from megatron_ext.pipeline.waiting import Waiting
 from megatron_ext.pipeline.weight_grad import WeightGradients
 from megatron_ext.pipeline.whereabouts import Whereabouts
 
-_NOTHING = contextlib.nullcontext()
 FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 
 
@@ -87,8 +83,6 @@ class StageExecutor:
         self._runs = 0
         self._unfinished: Run | None = None
         """The run whose next batch has begun, between two calls."""
-        self._future: dict[int, list[Message]] = defaultdict(list)
-        """Messages of runs that this stage has not begun, by their numbers."""
 
     def __call__(
         self,
@@ -224,13 +218,6 @@ class StageExecutor:
         self._device_queue = DeviceQueue(self._device, self.config.timeout_s)
         self._agreement: Agreement = agree(groups, len(models), self.config.timeout_s)
         self._shares_tasks = not isinstance(self._agreement, Alone)
-        self._compute = Compute(
-            self._stage,
-            self._depth,
-            random_states=self._random_states,
-            take_input=self._input,
-            send=self._send,
-        )
         self._whereabouts = Whereabouts(
             self._stage, ranks, self._agreement, self._iteration, self.config.timeout_s
         )
@@ -251,6 +238,17 @@ class StageExecutor:
             capacity=self._live_limit * len(models),
             device=self._device,
             timeout_s=self.config.timeout_s,
+        )
+        self._messages = Messages(self._links, self._agreement, self._whereabouts, self._is_delayed)
+        self._waiting = Waiting(
+            self._links, self._agreement, self._whereabouts, self._trace, self.config.timeout_s
+        )
+        self._compute = Compute(
+            self._stage,
+            self._depth,
+            random_states=self._random_states,
+            take_input=self._messages.input_of,
+            send=self._messages.send,
         )
         if self._delayed() is not None:
             make_shadows(getattr(groups, name, None) for name in ("tp", "cp", "ep", "expt_tp"))
@@ -306,15 +304,14 @@ class StageExecutor:
             first_val_step=first_val_step,
             arbiter=Arbiter(place, hint, forward_only=forward_only),
             statistics=BatchStatistics(forward_only),
-            sent=self._sent(),
+            sent=self._messages.sent,
         )
         self._runs += 1
         self._begin_batch(run, self._iteration(), num_microbatches)
         self._agreement.start(run.arbiter)
         if forward_only and self._unfinished is not None:
-            self._free_buffers(self._unfinished)
-        for message in self._future.pop(run.number, ()):
-            self._accept(run, message)
+            self._messages.free_buffers(self._unfinished)
+        self._messages.begin(run)
         return run
 
     def _begin_batch(self, run: Run, iteration: int, microbatches: int) -> None:
@@ -338,9 +335,9 @@ class StageExecutor:
         with contextlib.ExitStack() as stack:
             self._hold_reductions(run, stack)
             self._run_tasks(run, lambda: run.arbiter.finished)
-            self._flush(run)
+            self._waiting.for_takers(run)
             if run.forward_only:  # all that left is counted alike on ranks that agree
-                self._take_arrivals(run)
+                self._messages.take(run, self._unfinished)
             else:
                 self._start_remaining_reductions(run)
         if not run.forward_only:
@@ -359,9 +356,7 @@ class StageExecutor:
         if delayed.overlaps_next(batch.iteration, batch.microbatches):
             arbiter.extend(batch.microbatches)
             self._begin_batch(run, batch.iteration + 1, batch.microbatches)
-        early, run.early = run.early, []
-        for message in early:
-            self._accept(run, message)
+        self._messages.accept_early(run)
         began: float | None = None
 
         def ended() -> bool:
@@ -392,7 +387,7 @@ class StageExecutor:
             self._hold_reductions(run, stack)
             self._run_tasks(run, ended, delayed)
             if len(run.batches) == 1:
-                self._flush(run)
+                self._waiting.for_takers(run)
         delayed.end_batch(batch.iteration)
 
     def _hold_reductions(self, run: Run, stack: contextlib.ExitStack) -> None:
@@ -423,7 +418,7 @@ class StageExecutor:
         try:
             while not ended():
                 queue.wait_for_room()
-                self._take_arrivals(run)
+                self._messages.take(run, self._unfinished)
                 started = time.perf_counter()
                 task = self._agreement.choose(arbiter)
                 decided = time.perf_counter()
@@ -432,7 +427,7 @@ class StageExecutor:
                 if task is None:
                     if not (delayed and delayed.ready):
                         with statistics.waiting():
-                            self._wait(run)
+                            self._waiting.for_anything(run)
                     continue
                 statistics.dispatch_s.append(decided - started)
                 if self._shares_tasks:
@@ -488,137 +483,6 @@ class StageExecutor:
                 pg_collection=run.groups,
                 force_all_reduce=force_all_reduce,
             )
-
-    # Messages.
-
-    def _sent(self) -> int:
-        return self._links.sent(Direction.FORWARD)
-
-    def _send(
-        self,
-        direction: Direction,
-        task: Task,
-        chunk: int,
-        run: Run,
-        tensor: torch.Tensor | None,
-    ) -> None:
-        """Send a result to the neighbour's `chunk`."""
-        dtype, shape = describe(tensor)
-        header = Header(run.number, direction, task.microbatch, chunk, dtype, shape)
-        run.statistics.sent.append(MessageTime(header, time.perf_counter()))
-        self._links.send(Message(header, tensor))
-
-    def _take_arrivals(self, run: Run) -> None:
-        """Tell the arbiter what has arrived, and in a forward-only run what has left."""
-        while message := self._links.take():
-            number = message.header.batch
-            if number == run.number:
-                self._accept(run, message)
-            elif self._unfinished is not None and number == self._unfinished.number:
-                self._accept(self._unfinished, message)
-                self._free_buffers(self._unfinished)
-            elif number >= self._runs:
-                self._future[number].append(message)
-            else:
-                raise PipelineError(
-                    f"{self._whereabouts.where()}: an {message.header.direction.payload} of batch "
-                    f"{number} arrived in batch {run.number}; the stages do not run the same "
-                    "batches"
-                )
-        if run.forward_only:
-            sent = self._sent()
-            self._agreement.released(run.arbiter, sent - run.sent)
-            run.sent = sent
-
-    def _accept(self, run: Run, message: Message) -> None:
-        """Tell the arbiter of a message, unless its batch may not begin yet."""
-        header = message.header
-        if header.microbatch >= run.arbiter.end and self._is_delayed(run):
-            run.early.append(message)
-            return
-        task = Task(Kind(header.direction), header.microbatch, header.chunk)
-        try:
-            self._agreement.arrived(run.arbiter, task)
-        except ValueError as error:
-            raise PipelineError(f"{self._whereabouts.where()}: {error}") from error
-        run.statistics.arrived.append(MessageTime(header, message.arrived or time.perf_counter()))
-        run.arrived[task] = message.tensor
-
-    def _free_buffers(self, run: Run) -> None:
-        """Give back the receive buffers of a run that waits for an evaluation to end.
-
-        What it holds keeps its own memory, and the evaluation needs the buffers.
-        """
-        held = [
-            Task(Kind(m.header.direction), m.header.microbatch, m.header.chunk) for m in run.early
-        ]
-        for task in (*run.arrived, *held):
-            if task not in run.freed:
-                run.freed.add(task)
-                self._links.consumed(Direction(task.kind))
-
-    def _input(self, task: Task, run: Run) -> torch.Tensor | None:
-        tensor = run.arrived.pop(task)
-        if task in run.freed:
-            run.freed.remove(task)
-        else:
-            self._links.consumed(Direction(task.kind))
-        if task.kind is FORWARD and tensor is not None and tensor.is_floating_point():
-            tensor.requires_grad_()
-        return tensor
-
-    # Waiting, and what to say when it does not end.
-
-    def _flush(self, run: Run) -> None:
-        """Wait until the neighbours have taken what this stage sent."""
-        try:
-            with self._telling_of_termination(run, self._whereabouts.takers):
-                flushed = self._links.flush(self.config.timeout_s)
-        except TransportError as error:
-            raise self._whereabouts.lost_peer(run, error) from error
-        if not flushed:
-            raise PipelineError(
-                f"{self._whereabouts.where()}: {self._whereabouts.no_progress()} while waiting "
-                f"for {self._whereabouts.takers(run)}"
-            )
-
-    def _wait(self, run: Run) -> None:
-        with self._telling_of_termination(run, self._whereabouts.awaited):
-            happened = self._agreement.wait(self._links, self.config.timeout_s)
-        if not happened:
-            raise PipelineError(
-                f"{self._whereabouts.where()}: {self._whereabouts.no_progress()} while waiting "
-                f"for {self._whereabouts.awaited(run)}; that rank, or one that it waits for, "
-                "hangs or is slower than this limit allows"
-            )
-
-    @contextlib.contextmanager
-    def _telling_of_termination(self, run: Run, awaited: Callable[[Run], str]) -> Iterator[None]:
-        """On SIGTERM say what was awaited: launchers end the peers of a dead rank with it.
-
-        Only while waiting here, and only if nobody else handles the signal: inside a collective
-        a Python handler would keep the default action from ending the process.
-        """
-
-        def tell(number: int, _: object) -> None:
-            line = f"{self._whereabouts.where()}: ended by SIGTERM while waiting for {awaited(run)}"
-            os.write(sys.stderr.fileno(), f"megatron_ext: error: {line}\n".encode())
-            if self._trace:
-                self._trace.write(run.statistics, line)
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-        free = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        )
-        if free:
-            signal.signal(signal.SIGTERM, tell)
-        try:
-            yield
-        finally:
-            if free:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _default_groups() -> Any:
