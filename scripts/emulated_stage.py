@@ -132,12 +132,13 @@ class _Sleep(torch.autograd.Function):
         ctx.chunk.meter.sleep(float(ctx.chunk.times[1][ctx.microbatch]))
         weight_gradient = functools.partial(ctx.chunk.weight_gradient, ctx.microbatch)
         collecting = weight_grad.current()
-        if collecting is not None:  # our executor runs it as a task of its own
-            collecting.put(weight_gradient)
+        if collecting is not None:  # our executor runs it as a task of its own, or as several
+            for layer in range(ctx.chunk.layers):
+                collecting.put(functools.partial(weight_gradient, layer))
         elif ctx.chunk.leaves_weight_gradients:  # PyTorch's schedules ask for it
-            ctx.chunk.left = weight_gradient
+            ctx.chunk.left = functools.partial(weight_gradient, None)
         else:
-            weight_gradient()
+            weight_gradient(None)
         return gradient.clone(), None, None
 
 
@@ -148,6 +149,7 @@ class EmulatedChunk(torch.nn.Module):
         config: Megatron's, which it asks its models for.
         leaves_weight_gradients: Whether a backward leaves the weight gradient to whoever calls
             `take_weight_gradient`, which is what PyTorch's stages call a `dw_builder`.
+        layers: Parts of a weight gradient that our executor may run on their own.
     """
 
     # What Megatron asks of its models.
@@ -156,12 +158,18 @@ class EmulatedChunk(torch.nn.Module):
     pre_process = post_process = True
 
     def __init__(
-        self, config: Any, *, vp_stage: int | None = None, leaves_weight_gradients: bool = False
+        self,
+        config: Any,
+        *,
+        vp_stage: int | None = None,
+        leaves_weight_gradients: bool = False,
+        layers: int = 1,
     ) -> None:
         super().__init__()
         self.config = config
         self.vp_stage = vp_stage
         self.leaves_weight_gradients = leaves_weight_gradients
+        self.layers = layers
         self.left: Callable[[], None] | None = None
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.input: torch.Tensor | None = None
@@ -188,10 +196,12 @@ class EmulatedChunk(torch.nn.Module):
         output: torch.Tensor = _Sleep.apply(data + self.weight, self, microbatch)
         return output
 
-    def weight_gradient(self, microbatch: int) -> None:
-        """Sleep through a weight gradient."""
-        self.meter.sleep(float(self.times[2][microbatch]))
-        self.meter.release()
+    def weight_gradient(self, microbatch: int, layer: int | None) -> None:
+        """Sleep through a weight gradient, or through one layer's."""
+        parts = 1 if layer is None else self.layers
+        self.meter.sleep(float(self.times[2][microbatch]) / parts)
+        if layer is None or layer == self.layers - 1:
+            self.meter.release()
 
     def take_weight_gradient(self) -> Callable[[], None]:
         """What the last backward left."""

@@ -22,6 +22,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as pytorch
 
 from megatron_ext.arguments import RrfpConfig
+from megatron_ext.pipeline.hints import find_hint
 from megatron_ext.pipeline.stage import StageExecutor
 
 MEGATRON, PYTORCH, OURS = "Megatron", "PyTorch", "RRFP"
@@ -64,11 +65,11 @@ def ours(stages: int) -> tuple[Policy, ...]:
     """Our schedules, at the memory that the peers take."""
     interleaved = (3 * stages - 1) // 2  # what interleaved 1F1B holds with two chunks
     return (
-        Policy(OURS, "bfw-depth", live_limit="p"),
-        Policy(OURS, "bfw-depth", live_limit=str(interleaved)),
-        Policy(OURS, "bfw-depth", live_limit="2p"),
-        Policy(OURS, "bfw-depth", live_limit="p", chunks=2),
-        Policy(OURS, "bfw-depth", live_limit=str(interleaved), chunks=2),
+        Policy(OURS, "bfw-pieces", live_limit="p"),
+        Policy(OURS, "bfw-pieces", live_limit=str(interleaved)),
+        Policy(OURS, "bfw-pieces", live_limit="2p"),
+        Policy(OURS, "bfw-pieces", live_limit="p", chunks=2),
+        Policy(OURS, "bfw-pieces", live_limit=str(interleaved), chunks=2),
     )
 
 
@@ -121,7 +122,10 @@ class Runner:
         splits = policy.family == PYTORCH and "1F1B" not in policy.schedule
         self.chunks = [
             EmulatedChunk(
-                config, vp_stage=chunk if several else None, leaves_weight_gradients=splits
+                config,
+                vp_stage=chunk if several else None,
+                leaves_weight_gradients=splits,
+                layers=find_hint(policy.schedule).weight_pieces if policy.family == OURS else 1,
             )
             for chunk in range(policy.chunks)
         ]

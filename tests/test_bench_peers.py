@@ -40,9 +40,9 @@ def test_small_run(tmp_path: Path) -> None:
         "PyTorch InterleavedZeroBubble": 2,
         "PyTorch ZBVZeroBubble": 2,
         "PyTorch DualPipeV": 2.5,
-        "RRFP bfw-depth at p": 2,
-        "RRFP bfw-depth at 2p": 4,
-        "RRFP bfw-depth at p, 2 chunks": 2,
+        "RRFP bfw-pieces at p": 2,
+        "RRFP bfw-pieces at 2p": 4,
+        "RRFP bfw-pieces at p, 2 chunks": 2,
     }
     policies = {record["policy"] for record in results}
     assert set(held) <= policies
