@@ -48,7 +48,7 @@ def configure(args: Any) -> None:
         if set(hooks.installed()) - set(before):
             hooks.check_version(args.allow_untested_megatron)
             sys.excepthook = _end_by_uncaught
-        if args.pipedream_2bw:
+        if getattr(args, "pipedream_2bw", False):
             _end_well_with_a_batch_under_way()
 
 

@@ -130,7 +130,7 @@ def test_without_pytorch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         raise SystemExit(code)
 
     (tmp_path / "mine.py").touch()
-    monkeypatch.setattr(__main__, "_end", end)
+    monkeypatch.setattr(__main__, "end", end)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -29,7 +29,7 @@ def attempt(name):
         trace = warning.__traceback__
         while trace.tb_next:
             trace = trace.tb_next
-        if "megatron_ext" in trace.tb_frame.f_code.co_filename:
+        if trace.tb_frame.f_code.co_filename.startswith(megatron_ext.__path__[0]):
             raise
         return str(warning)
 

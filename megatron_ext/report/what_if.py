@@ -19,7 +19,7 @@ from megatron_ext.simulate.traced_run import TracedRun, traced_run
 _TASK_S = 8e-6
 """What a simulated task costs, about."""
 _BUDGET_S = 12.0
-_HINTS = ("bfw-depth", "bfw-room", "bfw", "bf")
+_HINTS = ("bfw-pieces", "bfw-depth", "bfw", "bf")
 _LIMITS = ["p", "1.5p", "2p"]
 _WEIGHT_SHARE = 0.5
 
