@@ -23,7 +23,7 @@ from megatron_ext.pipeline.trace_window import TraceWindow
 class RrfpConfig:
     """The readiness-driven pipeline (RRFP)."""
 
-    hint: str = "bfw-depth"
+    hint: str = "bfw-pieces"
     """The order among ready tasks: a key of `HINTS`, or ``module:Name``."""
     live_limit: str | None = None
     """Most microbatches a stage holds: a number, or a multiple of the pipeline's depth; None is
@@ -93,15 +93,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--rrfp-hint",
         metavar="HINT",
         help=f"Order among ready tasks: {', '.join(HINTS)}, or your own as module:Name. "
-        "(default: bfw-depth with --transformer-impl local, else bf)",
+        "(default: bfw-pieces with --transformer-impl local, else bf)",
     )
     group.add_argument(
         "--rrfp-live-limit",
         metavar="LIMIT",
         default=RrfpConfig.live_limit,
         help="Most microbatches a stage may hold: a number such as 12, or a multiple of the "
-        "pipeline's depth such as p or 1.5p. 1F1B's own peak is p. (default: p for bfw, "
-        "bfw-depth and 1f1b, 2p for the other hints)",
+        "pipeline's depth such as p or 1.5p. 1F1B's own peak is p. (default: p for 1f1b and "
+        "hints that split weight gradients off, 2p for the others)",
     )
     group.add_argument(
         "--rrfp-transport",

@@ -38,9 +38,9 @@ def test_layers_that_are_not_split_get_a_hint_that_does_not_count_on_it() -> Non
 def test_defaults() -> None:
     assert rrfp_config(parse("--pipeline-schedule", "rrfp")) == RrfpConfig()
     assert RrfpConfig() == RrfpConfig(
-        hint="bfw-depth", live_limit=None, transport="auto", timeout_s=600.0
+        hint="bfw-pieces", live_limit=None, transport="auto", timeout_s=600.0
     )
-    assert describe(RrfpConfig()).startswith("hint bfw-depth, live_limit p, ")
+    assert describe(RrfpConfig()).startswith("hint bfw-pieces, live_limit p, ")
 
 
 def test_every_flag_reaches_the_configuration() -> None:

@@ -123,6 +123,6 @@ def test_torchrun_trains_through_the_executor(corpus: Path) -> None:
         *["--data-path", str(corpus), "--data-cache-path", str(corpus.parent / "cache")],
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert "readiness-driven pipeline: hint bfw-depth, live_limit p" in process.stdout
+    assert "readiness-driven pipeline: hint bfw-pieces, live_limit p" in process.stdout
     reports = parse_training_log(process.stdout.splitlines())
     assert [report.iteration for report in reports] == [1, 2, 3]

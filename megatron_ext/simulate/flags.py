@@ -122,7 +122,7 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_policy(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--hint", default=None, help="as --rrfp-hint, or gpipe (default bfw-depth)")
+    group.add_argument("--hint", default=None, help="as --rrfp-hint, or gpipe (default bfw-pieces)")
     group.add_argument("--live-limit", default=None, help="as --rrfp-live-limit, such as 1.5p")
     group.add_argument("--pipedream-2bw", action="store_true", help="no flush between batches")
     group.add_argument(

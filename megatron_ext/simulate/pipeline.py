@@ -98,7 +98,7 @@ class Pipeline:
 class Policy:
     """A schedule: a hint, its limit, and what happens between batches."""
 
-    hint: str = "bfw-depth"
+    hint: str = "bfw-pieces"
     """A name of `schedules.SCHEDULES`, or ``module:Name``."""
     live_limit: str | None = None
     """Such as ``12`` or ``1.5p``, or one per stage, ``4,3,2``; the hint's own if None."""
