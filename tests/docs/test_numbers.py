@@ -97,7 +97,7 @@ QUOTED: list[tuple[str, Callable[[], str]]] = [
     ("papers/rrfp.md", lambda: f"{slowdown('bfw', '2p', 'J3')} for `bfw` at `2p`"),
     (
         "how-to/imbalanced-pipeline.md",
-        lambda: f"`bfw-depth` at `p` runs at {speed('bfw-depth', 'p')} times the speed",
+        lambda: f"`bfw-pieces` at `p` runs at {speed('bfw-pieces', 'p')} times the speed",
     ),
     (
         "how-to/imbalanced-pipeline.md",
