@@ -89,12 +89,12 @@ def test_a_run_with_everything(
     # Settings with their defaults, beside Megatron's arguments.
     ours = run.config["megatron_ext"]
     assert ours["version"] == __version__
-    assert ours["rrfp"]["hint"] == "bfw-depth"
+    assert ours["rrfp"]["hint"] == "bfw-pieces"
     assert ours["rrfp"]["live_limit"] == "p"
     assert ours["pipedream_2bw"]["clip"] == "stage"
     assert ours["collapse"]["window"] == [0.1, 0.3]
     assert run.config["num_layers"] == 4
-    assert run.tags == ("rrfp", "bfw-depth", "2bw", "collapse")
+    assert run.tags == ("rrfp", "bfw-pieces", "2bw", "collapse")
     # The key is nowhere.
     for rank in ranks:
         assert KEY not in rank.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,12 @@ class GradientSync(contextlib.AbstractContextManager["GradientSync"]):
         """Let reductions start."""
         self._stack.close()
         self.enabled = True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep reductions from starting for a while, enabled or not."""
+        with self._no_sync() if self.enabled else contextlib.nullcontext():
+            yield
 
     def __exit__(self, *_: object) -> None:
         self.enable()

@@ -56,7 +56,9 @@ class Compute:
         chunk = run.chunks[task.chunk]
         last = task.microbatch == run.batch.end - 1 and reduces
         if task.kind is WEIGHT:
-            complete = chunk.weight_gradients.run(last, run.weight_pieces)
+            complete = chunk.weight_gradients.run(
+                last, run.weight_pieces, chunk.gradient_sync.paused
+            )
             if last and complete:
                 self._chunk_done(run, chunk)
             return

@@ -18,17 +18,21 @@ from typing import Any
 from megatron_ext.errors import UsageError
 
 _SETTING = "delay_wgrad_compute"
+_DELAYED = "skip_backward_post_hook"
+"""Transformer Engine's mark on a parameter whose gradient `backward_dw` computes."""
 
 
 class DelayedLayer:
     """A layer that keeps its weight gradients until they are asked for, oldest first.
 
     Args:
-        module: Has `wgrad_store`, whose `context` is a queue, and `backward_dw`.
+        module: Has parameters, `wgrad_store`, whose `context` is a queue, and `backward_dw`.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self.weights = [p for p in module.parameters() if getattr(p, _DELAYED, False)]
+        """Those whose gradients it delays."""
         self._known = 0
         """Entries of the queue that belong to microbatches already counted."""
 
@@ -44,8 +48,8 @@ class DelayedLayer:
     def run(self, entries: int) -> None:
         """Accumulate what the oldest `entries` of the queue are made of.
 
-        Megatron's data parallelism is told by the layer itself, through hooks that were registered
-        with it.
+        The layer itself tells Megatron's data parallelism, through hooks that were registered with
+        it, each time that it computes.
         """
         until = self._queued() - entries
         while self._queued() > until:  # a layer made of two takes two at once

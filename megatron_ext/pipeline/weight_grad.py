@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,25 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from megatron_ext.pipeline.transformer_engine import delayed_layers
 
 _current: WeightGradients | None = None
-_DONE: tuple[Callable[[], None], torch.Tensor | None] = (lambda: None, None)
+Pause = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def current() -> WeightGradients | None:
     """Where the task that is running leaves weight gradients; None if nothing is split."""
     return _current
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Accumulates the gradients of some weights in one microbatch."""
+
+    run: Callable[[], None]
+    weights: Sequence[torch.Tensor]
+    reports: bool
+    """Whether it tells data parallelism of its weights by itself, in any microbatch."""
+
+
+_DONE = _Work(lambda: None, (), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +70,8 @@ class WeightGradients:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._delayed = delayed_layers(model)
-        self._filling: list[tuple[Callable[[], None], torch.Tensor | None]] = []
-        self._waiting: deque[list[tuple[Callable[[], None], torch.Tensor | None]]] = deque()
+        self._filling: list[_Work] = []
+        self._waiting: deque[list[_Work]] = deque()
         self._pieces_done = 0
 
     @contextlib.contextmanager
@@ -71,25 +84,38 @@ class WeightGradients:
         finally:
             _current = before
 
-    def put(self, work: Callable[[], None], weight: torch.Tensor | None = None) -> None:
-        """Leave `work`, which accumulates the gradient of `weight`, for this microbatch's task."""
-        self._filling.append((work, weight))
+    def put(
+        self,
+        run: Callable[[], None],
+        weights: Sequence[torch.Tensor] = (),
+        reports: bool = False,
+    ) -> None:
+        """Leave work for this microbatch's task.
+
+        Args:
+            run: Accumulates the gradients of `weights`.
+            weights: What data parallelism is told of after the batch's last microbatch, once for
+                each use in it, as Megatron's own hooks do.
+            reports: Whether `run` tells data parallelism of them by itself, in any microbatch.
+        """
+        self._filling.append(_Work(run, weights, reports))
 
     def seal(self) -> None:
         """End a microbatch: what was left since the last call belongs together."""
         for layer in self._delayed:
             if entries := layer.count_new():
-                self.put(functools.partial(layer.run, entries))
+                self.put(functools.partial(layer.run, entries), layer.weights, reports=True)
         self._waiting.append(self._filling)
         self._filling = []
 
-    def run(self, last: bool, pieces: int = 1) -> bool:
+    def run(self, last: bool, pieces: int = 1, pause: Pause = contextlib.nullcontext) -> bool:
         """Compute and accumulate a piece of the weight gradients of the oldest waiting microbatch.
 
         Args:
             last: Whether it is the last microbatch of the batch, after which the gradients of
                 these weights are complete and their reduction may start.
             pieces: Into how many they are cut; the same for all pieces of a microbatch.
+            pause: Makes a context in which data parallelism counts no gradient as complete.
 
         Returns:
             Whether it was the microbatch's last piece.
@@ -97,11 +123,15 @@ class WeightGradients:
         works = self._waiting[0]
         start, end = (len(works) * n // pieces for n in (self._pieces_done, self._pieces_done + 1))
         for number in range(start, end):
-            work, weight = works[number]
-            work()
+            work = works[number]
+            # What reports by itself would report every microbatch, the last one or not: weight
+            # gradients of earlier ones may still be waiting when the last backward is done.
+            with pause() if work.reports else contextlib.nullcontext():
+                work.run()
             works[number] = _DONE  # drops the operands
-            if last and weight is not None:
-                self._complete(weight)
+            if last:
+                for weight in work.weights:
+                    self._complete(weight)
         self._pieces_done = (self._pieces_done + 1) % pieces
         if self._pieces_done:
             return False
@@ -223,7 +253,7 @@ class _SplitLinear(torch.autograd.Function):
         collecting = current()
         if collecting is None:
             raise RuntimeError("a split backward ran outside a pipeline task")
-        collecting.put(functools.partial(_accumulate, deferred), ctx.weight)
+        collecting.put(functools.partial(_accumulate, deferred), (ctx.weight,))
         return gradient, bias_gradient, None, None, None
 
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import pretrain_gpt
 import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
@@ -87,6 +88,20 @@ class DelayingRow(Delaying, layers.RowParallelLinear):  # type: ignore[misc]
         super().__init__(*args, config=config, **named)
         self.set_up(config)
 
+
+start_grad_sync = _ParamAndGradBucketGroup.start_grad_sync
+
+
+def start_counted(self: Any, **named: Any) -> Any:
+    """Megatron learns in the first iteration how often each gradient is reported, and reduces at
+    that count: one reported more than once may be reduced before it is complete.
+    """
+    counts = getattr(self, "per_param_grad_ready_counts", {})
+    assert set(counts.values()) <= {1}, f"gradients reported as complete {counts.values()} times"
+    return start_grad_sync(self, **named)
+
+
+_ParamAndGradBucketGroup.start_grad_sync = start_counted
 
 for module in (backends, gpt_layer_specs):
     for name, layer in (

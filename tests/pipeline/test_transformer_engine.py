@@ -53,6 +53,24 @@ def test_same_numbers_as_undelayed(corpus: Path, processes: int, flags: str) -> 
 
 
 @pytest.mark.multiprocess
+def test_earlier_weight_gradients_wait_behind_the_last_backward(corpus: Path) -> None:
+    flags = f"{PP2} --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000"
+    ours = [*RRFP, "--rrfp-hint", "bfw", "--rrfp-live-limit", "2p"]
+    slow_first_stage = Disturbance(slow_ms=(30, 30, 0, 0))
+    records = []
+    for added, disturbance in (([], None), (ours, slow_first_stage)):
+        command = shlex.split(flags) + added
+        ranks, record = train(corpus, 4, command, disturbance=disturbance, script=SCRIPT)
+        check_ranks(ranks)
+        records.append(record)
+    for order in records[1][0]["task_orders"]:  # of the first stage
+        assert order.index("backward of microbatch 3") < order.index("weight of microbatch 2")
+    for theirs, mine in zip(*records, strict=True):
+        assert theirs["steps"]
+        assert (mine["steps"], mine["weights"]) == (theirs["steps"], theirs["weights"])
+
+
+@pytest.mark.multiprocess
 def test_same_numbers_with_two_weight_versions(corpus: Path) -> None:
     records = []
     for hint in ("bf", "bfw"):
