@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,3 +111,29 @@ def test_megatron_trains(corpus, processes: int, flags: str) -> None:  # type: i
     assert len(losses) == 3
     assert all(0 < loss < 10 for loss in losses)
     assert losses[-1] < losses[0]
+
+
+def _reduce_in_several_groups(rank: int) -> None:
+    import torch.distributed as dist
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    groups = [dist.group.WORLD, *(dist.new_group([0, 1]) for _ in range(4))]
+    for number, group in enumerate(groups):
+        value = torch.full((3,), float(rank + number))
+        dist.all_reduce(value, group=group)
+        assert value.tolist() == [2.0 * number + 1] * 3
+    impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.barrier(impatient)
+    else:
+        time.sleep(3)
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    assert names.count("gloo_tcp_loop") == 1
+    dist.destroy_process_group()
+
+
+@pytest.mark.multiprocess
+def test_one_thread_serves_all_groups() -> None:
+    check_ranks(run_ranks(2, _reduce_in_several_groups))
