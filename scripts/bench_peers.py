@@ -37,8 +37,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
-from bench_schedules import Durations  # noqa: E402
-from emulated_stage import Work  # noqa: E402
+from emulated_stage import Durations, Work  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from peer_ideals import ordered_s, simulated_s  # noqa: E402
 from peer_schedules import OURS, PEERS, Policy, closed_form_s, make_runners, ours  # noqa: E402
@@ -91,7 +90,9 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
             results.put(None)
     for setting in settings_of(args):
         sigma, level, seed = setting
-        durations = Durations.draw(args, sigma, seed)
+        durations = Durations.draw(
+            args.forward_ms, args.backward_ms, sigma, seed, (args.stages, args.microbatches)
+        )
         # Every other round the other way round: what drifts, drifts for all.
         order = range(len(runners))
         for number in reversed(order) if seed % 2 else order:

@@ -17,7 +17,6 @@ slows down. The paper's tasks take longer than this benchmark's default; tasks o
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -26,7 +25,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,18 @@ from megatron_ext import cpu
 
 cpu.enable()  # before Megatron is imported
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from emulated_stage import (  # noqa: E402
+    HIDDEN_SIZE,
+    SEQUENCE_LENGTH,
+    Durations,
+    EmulatedChunk,
+    Meter,
+    Work,
+    forward_step,
+)
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
@@ -58,13 +65,11 @@ from megatron_ext import hooks  # noqa: E402
 from megatron_ext.arguments import Pipedream2bwConfig, RrfpConfig  # noqa: E402
 from megatron_ext.pipedream_2bw.clipping import clip_by  # noqa: E402
 from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates  # noqa: E402
-from megatron_ext.pipeline import jitter, weight_grad  # noqa: E402
+from megatron_ext.pipeline import jitter  # noqa: E402
 from megatron_ext.pipeline.batch_statistics import BatchStatistics  # noqa: E402
 from megatron_ext.pipeline.hints import find_hint  # noqa: E402
 from megatron_ext.pipeline.stage import StageExecutor  # noqa: E402
 from megatron_ext.pipeline.trace_window import TraceWindow  # noqa: E402
-
-SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
 
 
 @dataclass(frozen=True)
@@ -138,92 +143,6 @@ class Setting:
     """Name of the injected delays, a key of `jitter.LEVELS`."""
     sigma: float
     seed: int
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Seconds of every task of a batch: arrays [stage, microbatch]."""
-
-    forward: np.ndarray
-    backward: np.ndarray
-
-    @staticmethod
-    def draw(args: argparse.Namespace, sigma: float, seed: int, iterations: int = 1) -> Durations:
-        """Lognormal times with the given means; `sigma` 0 makes them all equal."""
-        generator = np.random.default_rng(seed)
-        shape = (args.stages, args.microbatches * iterations)
-
-        def times(mean_ms: float) -> np.ndarray:
-            return mean_ms / 1e3 * generator.lognormal(-(sigma**2) / 2, sigma, shape)
-
-        return Durations(times(args.forward_ms), times(args.backward_ms))
-
-    @property
-    def floor(self) -> float:
-        """Work of the busiest stage, in seconds: no schedule is faster."""
-        return float((self.forward + self.backward).sum(axis=1).max())
-
-
-class _Sleep(torch.autograd.Function):
-    """The identity, taking time forward and backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, forward_s: float, backward_s: float, layers: int
-    ) -> Any:
-        ctx.backward_s, ctx.layers = backward_s, layers
-        time.sleep(forward_s)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        weight_gradients = weight_grad.current()
-        if weight_gradients is None:
-            time.sleep(ctx.backward_s)
-        else:  # one half is the weight gradient, a task of its own
-            time.sleep(ctx.backward_s / 2)
-            for _ in range(ctx.layers):
-                sleep = functools.partial(time.sleep, ctx.backward_s / 2 / ctx.layers)
-                weight_gradients.put(sleep)
-        return gradient.clone(), None, None, None
-
-
-class EmulatedStage(torch.nn.Module):
-    """A model chunk whose compute is a sleep."""
-
-    vp_stage = None
-    share_embeddings_and_output_weights = False  # Megatron asks when it reduces gradients
-    pre_process = post_process = True
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.times: tuple[np.ndarray, np.ndarray]
-        self.layers = 1
-        self.microbatch = 0
-        self.input: torch.Tensor | None = None
-
-    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Called by Megatron with what the stage before sent."""
-        self.input = tensors[0]
-
-    def forward(self) -> torch.Tensor:
-        """Sleep through the next microbatch's forward; its backward will sleep too."""
-        forward_s, backward_s = (times[self.microbatch] for times in self.times)
-        self.microbatch += 1
-        data = self.input
-        if data is None:
-            data = torch.ones(SEQUENCE_LENGTH, 1, HIDDEN_SIZE)
-        return _Sleep.apply(data + self.weight, float(forward_s), float(backward_s), self.layers)
-
-
-def _forward_step(_: Any, model: EmulatedStage) -> tuple[torch.Tensor, Callable[..., Any]]:
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = output.mean()
-        return value, {"loss": value.detach()}
-
-    return model(), loss
 
 
 def settings(args: argparse.Namespace) -> list[Setting]:
@@ -301,12 +220,12 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
         for policy in (*args.policies, *args.policies_over_iterations)
     }
 
-    def run(policy: Policy, durations: Durations) -> dict[str, Any]:
+    def run(policy: Policy, work: Work) -> dict[str, Any]:
         nonlocal delayed, iteration
-        stage = EmulatedStage(config)
-        stage.times = (durations.forward[rank], durations.backward[rank])
-        if policy.hint:  # what one task does should be one sleep
-            stage.layers = find_hint(policy.hint).weight_pieces
+        # What one task does should be one sleep.
+        layers = find_hint(policy.hint).weight_pieces if policy.hint else 1
+        stage = EmulatedChunk(config, layers=layers)
+        stage.begin(work.times(rank, 0), Meter(chunks=1))
         model, optimizer = _with_optimizer(stage) if policy.iterations > 1 else (stage, None)
         delayed = _two_versions(policy, model, optimizer) if policy.clip else None
         schedule = schedules[policy]
@@ -320,7 +239,7 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
                 model.zero_grad_buffer()
                 optimizer.zero_grad()
             schedule(
-                forward_step_func=_forward_step,
+                forward_step_func=forward_step,
                 data_iterator=None,
                 model=model,
                 num_microbatches=len(stage.times[0]) // policy.iterations,
@@ -352,16 +271,23 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
     def measure_all(policies: Sequence[Policy], settings: list[Setting]) -> None:
         nonlocal delays, setting_number
         for policy in policies:  # connects, and warms up
-            shape = (args.stages, 2 * args.stages * policy.iterations)
-            run(policy, Durations(np.zeros(shape), np.zeros(shape)))
+            run(policy, Work.nothing(args.stages, 1, 2 * args.stages * policy.iterations))
         for setting_number, setting in enumerate(settings, 1):  # noqa: B007
             iterations = policies[0].iterations
-            durations = Durations.draw(args, setting.sigma, setting.seed, iterations)
+            durations = Durations.draw(
+                args.forward_ms,
+                args.backward_ms,
+                setting.sigma,
+                setting.seed,
+                (args.stages, args.microbatches * iterations),
+            )
+            # The level's delays are injected into Megatron's steps, by hooks.
+            work = Work.draw(durations, "J0", setting.seed, chunks=1)
             for policy in policies:
                 delays = make_delays(setting, rank)  # afresh: it learns how long tasks take
-                outcome = run(policy, durations)
+                outcome = run(policy, work)
                 if rank == 0:
-                    results.put((setting, policy, durations.floor, outcome))
+                    results.put((setting, policy, work.floor, outcome))
 
     measure_all(args.policies, settings(args))
     if args.policies_over_iterations:
@@ -370,7 +296,7 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
     dist.destroy_process_group()
 
 
-def _with_optimizer(stage: EmulatedStage) -> tuple[Any, Any]:
+def _with_optimizer(stage: EmulatedChunk) -> tuple[Any, Any]:
     """The stage as Megatron wraps it, and Megatron's optimizer, which clips by all stages' norm."""
     stage.config.finalize_model_grads_func = finalize_model_grads
     model = DistributedDataParallel(stage.config, DistributedDataParallelConfig(), stage)

@@ -1,4 +1,4 @@
-"""Stages whose compute is a sleep, for `bench_peers.py`: what they do, how long, what they hold.
+"""Stages whose compute is a sleep, for the benchmarks: what they do, how long, what they hold.
 
 A rank's work is drawn once, as microbatches of one whole stage. A schedule with several chunks per
 rank gets the same work in equal parts, so that every schedule sleeps equally long on every rank.
@@ -14,11 +14,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_schedules import HIDDEN_SIZE, SEQUENCE_LENGTH, Durations
 from megatron.core.enums import ModelType
 
 from megatron_ext.pipeline import jitter, weight_grad
 from megatron_ext.pipeline.task import Kind, Task
+
+SEQUENCE_LENGTH, HIDDEN_SIZE = 64, 64  # a small message: 16 KiB
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of every task of a batch: arrays [stage, microbatch]."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+
+    @staticmethod
+    def draw(
+        forward_ms: float, backward_ms: float, sigma: float, seed: int, shape: tuple[int, int]
+    ) -> Durations:
+        """Lognormal times with the given means; `sigma` 0 makes them all equal."""
+        generator = np.random.default_rng(seed)
+
+        def times(mean_ms: float) -> np.ndarray:
+            return mean_ms / 1e3 * generator.lognormal(-(sigma**2) / 2, sigma, shape)
+
+        return Durations(times(forward_ms), times(backward_ms))
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,13 @@ class Work:
         """Tasks that take no time: to connect and warm up."""
         none = np.zeros((ranks, chunks, microbatches))
         return Work(none, none, none)
+
+    def times(self, rank: int, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of a chunk's forwards, backwards and weight gradients, by microbatch."""
+        forward, backward, weight = (
+            part[rank, chunk] for part in (self.forward, self.backward, self.weight)
+        )
+        return forward, backward, weight
 
     def of_rank(self, rank: int) -> float:
         """Seconds that a rank sleeps in one batch."""
@@ -129,16 +157,21 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.chunk.meter.sleep(float(ctx.chunk.times[1][ctx.microbatch]))
-        weight_gradient = functools.partial(ctx.chunk.weight_gradient, ctx.microbatch)
+        chunk, microbatch = ctx.chunk, ctx.microbatch
+        seconds = float(chunk.times[1][microbatch])
         collecting = weight_grad.current()
+        if collecting is None and not chunk.leaves_weight_gradients:
+            # All in one go, since every sleep lasts a little longer than it should.
+            chunk.meter.sleep(seconds + float(chunk.times[2][microbatch]))
+            chunk.meter.release()
+            return gradient.clone(), None, None
+        chunk.meter.sleep(seconds)
+        weight_gradient = functools.partial(chunk.weight_gradient, microbatch)
         if collecting is not None:  # our executor runs it as a task of its own, or as several
-            for layer in range(ctx.chunk.layers):
+            for layer in range(chunk.layers):
                 collecting.put(functools.partial(weight_gradient, layer))
-        elif ctx.chunk.leaves_weight_gradients:  # PyTorch's schedules ask for it
-            ctx.chunk.left = functools.partial(weight_gradient, None)
-        else:
-            weight_gradient(None)
+        else:  # PyTorch's schedules ask for it
+            chunk.left = functools.partial(weight_gradient, None)
         return gradient.clone(), None, None
 
 
@@ -208,6 +241,16 @@ class EmulatedChunk(torch.nn.Module):
         assert self.left is not None
         left, self.left = self.left, None
         return left
+
+
+def forward_step(_: Any, model: EmulatedChunk) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """What Megatron calls for every forward."""
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value = output.mean()
+        return value, {"loss": value.detach()}
+
+    return model(), loss
 
 
 def first_input() -> torch.Tensor:

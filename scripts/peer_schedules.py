@@ -11,8 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_schedules import HIDDEN_SIZE, SEQUENCE_LENGTH
-from emulated_stage import EmulatedChunk, Meter, Work, first_input
+from emulated_stage import (
+    HIDDEN_SIZE,
+    SEQUENCE_LENGTH,
+    EmulatedChunk,
+    Meter,
+    Work,
+    first_input,
+    forward_step,
+)
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
@@ -139,10 +146,7 @@ class Runner:
         """Run one batch."""
         meter = Meter(self.policy.chunks)
         for number, chunk in enumerate(self.chunks):
-            times = (
-                part[self._rank, number] for part in (work.forward, work.backward, work.weight)
-            )
-            chunk.begin(tuple(times), meter)
+            chunk.begin(work.times(self._rank, number), meter)
         self._step()
         return meter
 
@@ -161,7 +165,7 @@ class Runner:
 
         def step() -> None:
             schedule(
-                forward_step_func=_forward_step,
+                forward_step_func=forward_step,
                 data_iterator=[None] * len(self.chunks) if several else None,
                 model=self.chunks if several else self.chunks[0],
                 num_microbatches=microbatches,
@@ -210,14 +214,6 @@ class Runner:
             schedule.step(arg_mbs=inputs, target_mbs=targets, losses=[], return_outputs=False)
 
         return step
-
-
-def _forward_step(_: Any, model: EmulatedChunk) -> tuple[torch.Tensor, Callable[..., Any]]:
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = output.mean()
-        return value, {"loss": value.detach()}
-
-    return model(), loss
 
 
 def make_runners(
