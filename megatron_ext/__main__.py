@@ -44,6 +44,8 @@ def _prepare(options: argparse.Namespace) -> None:
     import torch
 
     from megatron_ext import cpu, hooks
+    from megatron_ext.hook import install
+    from megatron_ext.megatron_version import check_version, comes_without_makefile
 
     if is_other_apex() and os.environ.get("RANK", "0") == "0":
         print(f"megatron_ext: warning: {OTHER_APEX}", file=sys.stderr, flush=True)
@@ -54,12 +56,12 @@ def _prepare(options: argparse.Namespace) -> None:
             "no CUDA device on this machine: add --cpu before the script to train on the CPU"
         )
     untested = options.allow_untested_megatron
-    hooks.check_version(untested or "--allow-untested-megatron" in options.script_args)
-    hooks.install(hooks.ARGUMENT_HOOKS)
-    if hooks.comes_without_makefile():
-        hooks.install(hooks.WHEEL_HOOKS)
+    check_version(untested or "--allow-untested-megatron" in options.script_args)
+    install(hooks.ARGUMENT_HOOKS)
+    if comes_without_makefile():
+        install(hooks.WHEEL_HOOKS)
     if options.cpu:
-        hooks.install(hooks.CPU_HOOKS)
+        install(hooks.CPU_HOOKS)
 
 
 def _only_asks(script_args: Sequence[str]) -> bool:

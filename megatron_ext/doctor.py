@@ -340,26 +340,31 @@ def _examine_megatron(report: Report) -> None:
         return
     try:
         hooks: Any = importlib.import_module("megatron_ext.hooks")
+        from megatron_ext.megatron_version import (
+            SUPPORTED_MEGATRON,
+            is_supported,
+            megatron_version,
+        )
     except Exception as error:
         _add(report, ERROR, f"megatron_ext cannot be used ({_line(error)}): {_REINSTALL}")
         return
     version = None
     try:
-        version = hooks.megatron_version()
+        version = megatron_version()
     except UsageError as error:
         _add(report, ERROR, str(error))
     report.megatron = MegatronFacts(
         version=None if version is None else str(version),
         location=location,
-        supported=None if version is None else hooks.is_supported(version),
+        supported=None if version is None else is_supported(version),
         patched=None if core is None else _source(PATCHED) is not None,
-        supported_range=hooks.SUPPORTED_MEGATRON,
+        supported_range=SUPPORTED_MEGATRON,
     )
     if report.megatron.supported is False:
         _add(
             report,
             ERROR,
-            f"Megatron {version} is outside the supported range {hooks.SUPPORTED_MEGATRON}: use "
+            f"Megatron {version} is outside the supported range {SUPPORTED_MEGATRON}: use "
             "one inside it, or pass --allow-untested-megatron",
         )
     _examine_hooks(report, hooks)

@@ -35,10 +35,10 @@ def end_by(error: BaseException) -> NoReturn:
         end(str(error), 1)
     if (refused := refused_flags(error)) is not None:
         end(refused, 2)
-    from megatron_ext import hooks
+    from megatron_ext.pipeline import megatron_loop
 
     traceback.print_exception(error)
-    end(hooks.explain(error), 1)
+    end(megatron_loop.explain(error), 1)
 
 
 def end_under_way(error: SystemExit, run_registered: bool = True) -> None:
@@ -53,9 +53,9 @@ def end_under_way(error: SystemExit, run_registered: bool = True) -> None:
         error: What ends it.
         run_registered: Whether what is registered with `atexit` has still to run.
     """
-    from megatron_ext import hooks
+    from megatron_ext.pipeline import megatron_loop
 
-    if not hooks.batch_under_way():
+    if not megatron_loop.batch_under_way():
         return
     code = error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error.code, str):

@@ -17,6 +17,8 @@ from typing import Any
 from megatron_ext import hooks
 from megatron_ext.ending import end, end_by, end_under_way
 from megatron_ext.errors import UsageError
+from megatron_ext.hook import installed
+from megatron_ext.megatron_version import check_version
 
 INTERFACE = 1
 """The `INTERFACE` of the patches that this megatron_ext goes with."""
@@ -43,10 +45,10 @@ def complete_arguments(args: Any) -> None:
 def configure(args: Any) -> None:
     """Set up what the validated arguments ask for."""
     with _ending_in_one_line():
-        before = hooks.installed()
+        before = installed()
         hooks.configure(args)
-        if set(hooks.installed()) - set(before):
-            hooks.check_version(args.allow_untested_megatron)
+        if set(installed()) - set(before):
+            check_version(args.allow_untested_megatron)
             sys.excepthook = _end_by_uncaught
         if getattr(args, "pipedream_2bw", False):
             _end_well_with_a_batch_under_way()

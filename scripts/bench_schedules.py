@@ -63,6 +63,7 @@ from rich.table import Table  # noqa: E402
 
 from megatron_ext import hooks  # noqa: E402
 from megatron_ext.arguments import Pipedream2bwConfig, RrfpConfig  # noqa: E402
+from megatron_ext.hook import install  # noqa: E402
 from megatron_ext.pipedream_2bw.clipping import clip_by  # noqa: E402
 from megatron_ext.pipedream_2bw.delayed_updates import DelayedUpdates  # noqa: E402
 from megatron_ext.pipeline import jitter  # noqa: E402
@@ -200,8 +201,8 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> 
     delayed: DelayedUpdates | None = None
     iteration = 0
     setting_number = 0
-    hooks.install(hooks.jitter_hooks(lambda: delays))
-    hooks.install(hooks.UPDATE_HOOKS)
+    install(hooks.jitter_hooks(lambda: delays))
+    install(hooks.UPDATE_HOOKS)
     schedules = {
         policy: StageExecutor(
             RrfpConfig(

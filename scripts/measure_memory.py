@@ -55,7 +55,8 @@ def _rank_main(rank: int, argv: list[str], port: int, queue: Any) -> None:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank)
     )
     os.environ.update(WORLD_SIZE=argv[argv.index("--pipeline-model-parallel-size") + 1])
-    from megatron_ext import __main__, cpu, hooks
+    from megatron_ext import __main__, cpu
+    from megatron_ext.pipeline import megatron_loop
 
     cpu.enable()
     import torch
@@ -96,8 +97,7 @@ def _rank_main(rank: int, argv: list[str], port: int, queue: Any) -> None:
     def step(*args: Any, **named: Any) -> Any:
         model[:] = args[2]
         outcome = train_step(*args, **named)
-        executor = hooks._executor
-        if executor is not None and executor.statistics is not None:
+        if (executor := megatron_loop.current()) is not None and executor.statistics is not None:
             peaks.append(executor.statistics.peak_live)
         figures.update(_figures(args[2], args[3]))
         return outcome

@@ -18,6 +18,8 @@ from packaging.specifiers import SpecifierSet
 from megatron_ext import cli, doctor, hooks
 from megatron_ext.doctor import ERROR, NOTE, WARNING, Report, examine
 from megatron_ext.errors import UsageError
+from megatron_ext.hook import Hook
+from megatron_ext.megatron_version import SUPPORTED_MEGATRON, megatron_version
 
 REPOSITORY = Path(__file__).parent.parent
 GROUPS = {name: value for name, value in vars(hooks).items() if name.endswith("_HOOKS")}
@@ -115,7 +117,7 @@ def test_a_person_reads_everything_in_it(capsys: pytest.CaptureFixture[str]) -> 
     for package in doctor.PACKAGES:
         assert package.name in shown
     assert torch.__version__ in shown
-    assert str(hooks.megatron_version()) in shown
+    assert str(megatron_version()) in shown
     assert "A run can start" in shown.splitlines()[-1]
 
 
@@ -163,7 +165,7 @@ def test_a_checkout_is_looked_at_instead(tmp_path: Path) -> None:
     assert report.megatron.location == str(tmp_path)
     assert report.megatron.patched is False
     assert all(hook.present for hook in report.hooks)
-    assert examine().megatron.version == str(hooks.megatron_version())
+    assert examine().megatron.version == str(megatron_version())
 
 
 def test_a_patched_checkout_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +183,7 @@ def test_an_unsupported_megatron(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", IN_MEGATRON, ids=[hook.name for hook in IN_MEGATRON])
-def test_a_megatron_without_a_hooked_function(tmp_path: Path, hook: hooks.Hook) -> None:
+def test_a_megatron_without_a_hooked_function(tmp_path: Path, hook: Hook) -> None:
     report = examine(make_megatron(tmp_path, left_out=hook.name))
     # Several capabilities may replace one function.
     same = [other for other in EVERY_HOOK if other.target == hook.target]
@@ -321,6 +323,6 @@ def test_ranges_are_those_of_the_project() -> None:
         if package.versions:
             assert SpecifierSet(package.versions) == wanted[package.name]
             assert package.versions in package.remedy
-    assert wanted["megatron-core"] == SpecifierSet(hooks.SUPPORTED_MEGATRON)
+    assert wanted["megatron-core"] == SpecifierSet(SUPPORTED_MEGATRON)
     assert wanted["torch"] == SpecifierSet(doctor.TORCH)
     assert SpecifierSet(project["requires-python"]).contains("3.12")

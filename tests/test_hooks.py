@@ -12,6 +12,13 @@ from packaging.version import Version
 import tests.preload  # noqa: F401
 from megatron_ext import hooks
 from megatron_ext.errors import UsageError
+from megatron_ext.hook import Hook, install, installed, uninstall
+from megatron_ext.megatron_version import (
+    SUPPORTED_MEGATRON,
+    check_version,
+    is_supported,
+    megatron_version,
+)
 from tests.ranks import check_ranks, run_ranks
 from tests.training import RRFP, train, train_well
 
@@ -19,7 +26,7 @@ from tests.training import RRFP, train, train_well
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind():  # type: ignore[no-untyped-def]
     yield
-    hooks.uninstall()
+    uninstall()
 
 
 def test_every_module_that_imported_a_name_is_rebound_and_restored() -> None:
@@ -37,17 +44,17 @@ def test_every_module_that_imported_a_name_is_rebound_and_restored() -> None:
         (training, "get_forward_backward_func"),
         (late, "alias"),
     ]
-    hooks.install(hooks.RRFP_HOOKS)
+    install(hooks.RRFP_HOOKS)
     replacement = schedules.get_forward_backward_func
     assert replacement is not original
     assert all(getattr(*place) is replacement for place in places)
-    hooks.install(hooks.RRFP_HOOKS)  # a second time changes nothing
+    install(hooks.RRFP_HOOKS)  # a second time changes nothing
     assert schedules.get_forward_backward_func is replacement
-    hooks.uninstall(hooks.RRFP_HOOKS)
+    uninstall(hooks.RRFP_HOOKS)
     assert all(getattr(*place) is original for place in places)
-    hooks.uninstall(hooks.RRFP_HOOKS)
+    uninstall(hooks.RRFP_HOOKS)
     assert schedules.get_forward_backward_func is original
-    assert hooks.installed() == []
+    assert installed() == []
     del sys.modules[late.__name__]
 
 
@@ -55,32 +62,32 @@ def test_every_target_is_in_this_megatron() -> None:
     tables = [table for name, table in vars(hooks).items() if name.endswith("_HOOKS")]
     assert len(tables) >= 10
     every = [hook for table in tables for hook in table]
-    hooks.install(every)
-    assert hooks.installed() == every
+    install(every)
+    assert installed() == every
 
 
 def test_a_missing_target_is_named() -> None:
-    hook = hooks.Hook("megatron.core.pipeline_parallel", "no_such", lambda f: f, "try")
+    hook = Hook("megatron.core.pipeline_parallel", "no_such", lambda f: f, "try")
     with pytest.raises(UsageError, match=r"has no megatron\.core\.pipeline_parallel\.no_such"):
-        hooks.install([hook])
+        install([hook])
 
 
 @pytest.mark.parametrize("version", ["0.17.0", "0.17.1", "0.18.2", "0.19.2", "0.20.0rc0", "0.20.3"])
 def test_supported_versions(version: str) -> None:
-    assert hooks.is_supported(Version(version))
+    assert is_supported(Version(version))
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.21.0", "1.0"])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(hooks, "megatron_version", lambda: Version(version))
+    monkeypatch.setattr("megatron_ext.megatron_version.megatron_version", lambda: Version(version))
     with pytest.raises(UsageError) as refusal:
-        hooks.check_version()
+        check_version()
     line = str(refusal.value)
     assert version in line
-    assert hooks.SUPPORTED_MEGATRON in line
+    assert SUPPORTED_MEGATRON in line
     assert "--allow-untested-megatron" in line
     assert "\n" not in line
-    assert hooks.check_version(allow_untested=True) == Version(version)
+    assert check_version(allow_untested=True) == Version(version)
 
 
 def test_the_version_is_read_from_a_checkout(tmp_path: Path) -> None:
@@ -95,7 +102,7 @@ def _read_version_of_checkout(_: int, folder: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         del sys.modules[name]
     sys.path.insert(0, folder)
-    assert hooks.megatron_version() == Version("0.16.1rc2")
+    assert megatron_version() == Version("0.16.1rc2")
 
 
 @pytest.mark.multiprocess

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ext import hooks, native
 from megatron_ext.errors import PipelineError, UsageError
+from megatron_ext.hook import Hook
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -78,14 +79,14 @@ def test_errors_are_left_alone_until_a_flag_asks_for_something(
 ) -> None:
     before = sys.excepthook
     monkeypatch.setattr(sys, "excepthook", before)
-    asked: list[hooks.Hook] = []
+    asked: list[Hook] = []
     monkeypatch.setattr(hooks, "configure", lambda _: None)
-    monkeypatch.setattr(hooks, "installed", lambda: list(asked))
+    monkeypatch.setattr(native, "installed", lambda: list(asked))
     args = argparse.Namespace(allow_untested_megatron=True)
     native.configure(args)
     assert sys.excepthook is before
     monkeypatch.setattr(hooks, "configure", lambda _: asked.extend(hooks.RRFP_HOOKS))
-    monkeypatch.setattr(hooks, "check_version", lambda _: None)
+    monkeypatch.setattr(native, "check_version", lambda _: None)
     native.configure(args)
     assert sys.excepthook is native._end_by_uncaught
 

@@ -139,7 +139,8 @@ def _train_rank(
 
     os.environ["MEGATRON_EXT_TEST_FOLDER"] = folder
     (Path(folder) / f"{number}.pid").write_text(str(os.getpid()))
-    from megatron_ext import __main__, hooks
+    from megatron_ext import __main__
+    from megatron_ext.hook import installed
 
     record: dict[str, Any] = {"steps": [], "task_orders": []}
     # Megatron's own is kept by a helper process that first imports everything again.
@@ -157,7 +158,7 @@ def _train_rank(
         if end.code:
             raise
     record["weights"] = record.pop("hash")()
-    record["hooks"] = [hook.target for hook in hooks.installed()]
+    record["hooks"] = [hook.target for hook in installed()]
     (Path(folder) / f"{number}.json").write_text(json.dumps(record))
 
 

@@ -86,8 +86,9 @@ class _EventLog:
 def start_alone(argv: list[str]) -> None:
     """Run a script as ``python SCRIPT`` does, with what a CPU and a wheel lack, and no more."""
     from megatron_ext import hooks
+    from megatron_ext.hook import install
 
-    hooks.install((*hooks.WHEEL_HOOKS, *hooks.CPU_HOOKS))
+    install((*hooks.WHEEL_HOOKS, *hooks.CPU_HOOKS))
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 

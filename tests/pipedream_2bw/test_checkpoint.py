@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from megatron_ext import hooks
+from megatron_ext.megatron_version import megatron_version
 from tests.training import RRFP, Disturbance, train, train_well
 
 pytestmark = pytest.mark.multiprocess
@@ -75,7 +75,7 @@ def test_onto_another_number_of_replicas(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    hooks.megatron_version() >= Version("0.19"), reason="from 0.19 on these formats keep it"
+    megatron_version() >= Version("0.19"), reason="from 0.19 on these formats keep it"
 )
 @pytest.mark.parametrize("flag", ["--dist-ckpt-optim-fully-reshardable", "--ckpt-format torch"])
 def test_a_format_that_loses_the_last_update_is_refused(

@@ -23,6 +23,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
 
 from megatron_ext import hooks
+from megatron_ext.hook import install
 
 
 class WeightGradStore:
@@ -114,5 +115,5 @@ for module in (backends, gpt_layer_specs):
 if __name__ == "__main__":
     if "rrfp" in sys.argv and "bf" not in sys.argv:
         # As with --transformer-impl transformer_engine and a hint that splits.
-        hooks.install(hooks.TRANSFORMER_ENGINE_HOOKS)
+        install(hooks.TRANSFORMER_ENGINE_HOOKS)
     pretrain_gpt.main()

@@ -49,8 +49,9 @@ def _validate(rank: int, flags: list[str], answer: str) -> None:
     from megatron.training.arguments import validate_args
 
     from megatron_ext import arguments, hooks
+    from megatron_ext.hook import install
 
-    hooks.install(hooks.ARGUMENT_HOOKS)
+    install(hooks.ARGUMENT_HOOKS)
     from megatron.training.arguments import parse_args  # the hooked one
 
     sys.argv = ["pretrain_gpt.py", *flags]
