@@ -312,24 +312,24 @@ def _last_iteration(log: Path) -> int:
 
 
 def _report(args: argparse.Namespace, members: list[Member]) -> str:
-    """Compare every run with the smallest, and write what was found."""
+    """Compare every run with the next smaller one, and write what was found."""
     out: Path = args.out
     histories = {
         f"width-{member.width}": _history(out, f"width-{member.width}") for member in members
     }
     curves = [make_curve(histories[f"width-{member.width}"], member.controls) for member in members]
-    reference = curves[0]
     for member, curve in zip(members, curves, strict=True):
         write_curve(curve, out / f"width-{member.width}.json", force=True)
     found: dict[str, Any] = {"tpp": args.tpp, "tau": members[0].tau, "runs": []}
     pictures = []
-    for member in members[1:]:
+    for member, reference in zip(members[1:], curves[:-1], strict=True):
         history = histories[f"width-{member.width}"]
         entry, picture = _compare(history, member, reference)
         found["runs"].append(entry)
         pictures.append(picture)
     if args.fault:
-        member = members[len(members) // 2]
+        middle = len(members) // 2
+        member = members[middle]
         healthy = histories[f"width-{member.width}"]
         faulty = _history(out, f"fault-{member.width}")
         before = healthy.steps <= FAULT_FROM * member.iterations
@@ -344,12 +344,12 @@ def _report(args: argparse.Namespace, members: list[Member]) -> str:
             restarts=(FAULT_FROM * member.iterations,),
         )
         histories[joined.source] = joined
-        entry, picture = _compare(joined, member, reference)
+        entry, picture = _compare(joined, member, curves[max(middle - 1, 0)])
         entry["raw_rules"] = first_raw_alarm(joined.fractions, joined.losses)
         found["fault"] = entry
         pictures.append(picture)
     (out / "family.json").write_text(json.dumps(found, indent=2) + "\n")
-    (out / "family.png").write_bytes(draw([reference], pictures))
+    (out / "family.png").write_bytes(draw(curves[:1], pictures))
     with (out / "family.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["run", "params", "step", "tokens", "val_loss"])
@@ -360,7 +360,7 @@ def _report(args: argparse.Namespace, members: list[Member]) -> str:
                 writer.writerow(
                     [name, member.params, f"{step:.0f}", f"{tokens:.0f}", f"{loss:.6f}"]
                 )
-    return _table(members, histories, found, reference)
+    return _table(members, found, curves[0])
 
 
 def _history(out: Path, name: str) -> History:
@@ -373,6 +373,7 @@ def _compare(history: History, member: Member, reference: Curve) -> tuple[dict[s
     half = check(history.until(0.5), [reference], config).predicted_final_loss
     entry = {
         "run": Path(history.source).stem,
+        "reference": Path(reference.source).stem,
         "params": member.params,
         "comparable": result.comparable,
         "reasons": list(result.reasons),
@@ -388,16 +389,11 @@ def _compare(history: History, member: Member, reference: Curve) -> tuple[dict[s
     return entry, run_picture(history, result, [reference], config.smooth_steps)
 
 
-def _table(
-    members: list[Member],
-    histories: dict[str, History],
-    found: dict[str, Any],
-    reference: Curve,
-) -> str:
+def _table(members: list[Member], found: dict[str, Any], smallest: Curve) -> str:
     lines = [
-        f"{found['tpp']:g} tokens per parameter, tau {found['tau']:.3f}; reference: "
-        f"width {members[0].width}, {members[0].params} parameters, final loss "
-        f"{reference.final_loss:.4f}"
+        f"{found['tpp']:g} tokens per parameter, tau {found['tau']:.3f}; every run is compared "
+        f"with the next smaller one; the smallest: width {members[0].width}, {members[0].params} "
+        f"parameters, final loss {smallest.final_loss:.4f}"
     ]
     for entry in [*found["runs"], *filter(None, [found.get("fault")])]:
         deviation = entry["mean_deviation"]

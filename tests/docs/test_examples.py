@@ -50,12 +50,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (REPOSITORY / "docs" / "data" / "family.csv").open() as file:
         for row in csv.DictReader(file):
             curves[row["run"]].append(row)
-    for name, run in (("small.csv", "width-32"), ("large.csv", "width-48")):
+    for name, run in (("small.csv", "width-176"), ("large.csv", "width-272")):
         lines = ["step,tokens,val_loss"]
         lines += [f"{row['step']},{row['tokens']},{row['val_loss']}" for row in curves[run]]
         (folder / name).write_text("\n".join(lines) + "\n")
     (folder / "runs").mkdir()
-    for name, run in (("runs/one.log", "width-48"), ("runs/two.log", "fault-64")):
+    for name, run in (("runs/one.log", "width-272"), ("runs/two.log", "fault-176")):
         last = curves[run][-1]["step"]
         lines = [
             f" [2026-01-01 00:00:00] iteration {row['step']:>8}/{last:>8} | "

@@ -14,7 +14,7 @@ from megatron_ext.simulate.pipeline import Policy
 
 SPEEDUP = "--stages 2 --microbatches 4 --iterations 2 --seeds 1 --sigmas 0,0.3 --policies bf:2p"
 FAMILY = Path(__file__).parent.parent.parent / "docs" / "data" / "family.csv"
-COLLAPSE = f"{FAMILY} --where run=fault-64 --reference-where run=width-32"
+COLLAPSE = f"{FAMILY} --where run=fault-176 --reference-where run=width-112"
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 
