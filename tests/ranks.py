@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import signal
@@ -49,7 +50,8 @@ def run_ranks(
 ) -> list[Rank]:
     """Run ``target(rank, *args)`` in `count` processes with torchrun's variables set.
 
-    Ranks that outlive `timeout_s` are killed and have no exit code. A rank that stopped itself is
+    Ranks that outlive `timeout_s` are killed and have no exit code; shortly before, they print where
+    all their threads are. A rank that stopped itself is
     continued once all others have ended. Nothing is checked here.
     """
     port = _free_port()
@@ -70,7 +72,7 @@ def run_ranks(
             }
             # Not a daemon: Megatron starts a helper process to write checkpoints.
             process = _CONTEXT.Process(
-                target=_rank_main, args=(variables, str(output), target, number, args)
+                target=_rank_main, args=(variables, timeout_s, str(output), target, number, args)
             )
             process.start()
             processes.append(process)
@@ -112,11 +114,18 @@ def check_ranks(ranks: list[Rank]) -> None:
 
 
 def _rank_main(
-    variables: dict[str, Any], output: str, target: Callable[..., None], number: int, args: Any
+    variables: dict[str, Any],
+    timeout_s: float,
+    output: str,
+    target: Callable[..., None],
+    number: int,
+    args: Any,
 ) -> None:
     os.setpgid(0, 0)  # its helpers can be killed with it
     os.environ.update({name: str(value) for name, value in variables.items()})
     with _captured(output):
+        # One that hangs says where before it is killed.
+        faulthandler.dump_traceback_later(0.97 * timeout_s)
         try:
             target(number, *args)
         except SystemExit:
