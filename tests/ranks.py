@@ -50,9 +50,9 @@ def run_ranks(
 ) -> list[Rank]:
     """Run ``target(rank, *args)`` in `count` processes with torchrun's variables set.
 
-    Ranks that outlive `timeout_s` are killed and have no exit code; shortly before, they print where
-    all their threads are. A rank that stopped itself is
-    continued once all others have ended. Nothing is checked here.
+    Ranks that outlive `timeout_s` are killed and have no exit code; before that they print where
+    all their threads are. A rank that stopped itself is continued once all others have ended.
+    Nothing is checked here.
     """
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def _rank_main(
     os.environ.update({name: str(value) for name, value in variables.items()})
     with _captured(output):
         # One that hangs says where before it is killed.
-        faulthandler.dump_traceback_later(0.97 * timeout_s)
+        faulthandler.dump_traceback_later(0.9 * timeout_s)
         try:
             target(number, *args)
         except SystemExit:
