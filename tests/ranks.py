@@ -72,7 +72,8 @@ def run_ranks(
             }
             # Not a daemon: Megatron starts a helper process to write checkpoints.
             process = _CONTEXT.Process(
-                target=_rank_main, args=(variables, timeout_s, str(output), target, number, args)
+                target=_rank_main,
+                args=(variables, started + timeout_s, str(output), target, number, args),
             )
             process.start()
             processes.append(process)
@@ -115,7 +116,7 @@ def check_ranks(ranks: list[Rank]) -> None:
 
 def _rank_main(
     variables: dict[str, Any],
-    timeout_s: float,
+    deadline: float,
     output: str,
     target: Callable[..., None],
     number: int,
@@ -125,7 +126,7 @@ def _rank_main(
     os.environ.update({name: str(value) for name, value in variables.items()})
     with _captured(output):
         # One that hangs says where before it is killed.
-        faulthandler.dump_traceback_later(0.9 * timeout_s)
+        faulthandler.dump_traceback_later(max(deadline - time.monotonic() - 1.0, 0.1))
         try:
             target(number, *args)
         except SystemExit:
