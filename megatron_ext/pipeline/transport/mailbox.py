@@ -6,12 +6,13 @@ import abc
 import time
 from collections import deque
 from collections.abc import Iterable
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import override
 
 import torch
 
 from megatron_ext.pipeline.task import Direction
+from megatron_ext.pipeline.transport.arrivals import Arrivals
 from megatron_ext.pipeline.transport.base import Message, Transport, TransportError
 
 
@@ -20,8 +21,7 @@ class Mailbox(Transport, abc.ABC):
 
     A subclass moves messages in threads of its own. It is told of every message to send
     (`_submit`) and of every message that may come (`_grant`), and from its threads it calls
-    `_deliver`, `_taken_by_neighbour` and `_break`. The two sides hand over through a
-    `SimpleQueue`, which costs a fifth of what a `Condition` does.
+    `_deliver`, `_taken_by_neighbour` and `_break`. The two sides hand over through `Arrivals`.
 
     Args:
         sources: Directions in which messages are received.
@@ -32,7 +32,7 @@ class Mailbox(Transport, abc.ABC):
     def __init__(
         self, sources: Iterable[Direction], destinations: Iterable[Direction], capacity: int
     ) -> None:
-        self._arrived: SimpleQueue[Message | TransportError | None] = SimpleQueue()
+        self._arrived: Arrivals[Message | TransportError | None] = Arrivals()
         """Messages, broken links, and None where a message was sent and `report_sent` is on."""
         self._untaken: deque[Message] = deque()
         # Per direction what the neighbour may still send, and how much of it has a buffer.
@@ -106,7 +106,7 @@ class Mailbox(Transport, abc.ABC):
     def take(self) -> Message | None:
         # A link may break after its last message came: the message is still good.
         while not self._untaken and not self._arrived.empty():
-            self._accept(self._arrived.get())
+            self._accept(self._arrived.get(0))
         if not self._untaken:
             return None
         message = self._untaken.popleft()
@@ -118,7 +118,7 @@ class Mailbox(Transport, abc.ABC):
     @override
     def wait(self, seconds: float) -> bool:
         try:
-            self._accept(self._arrived.get(timeout=seconds))
+            self._accept(self._arrived.get(seconds))
         except Empty:
             return False
         return True
