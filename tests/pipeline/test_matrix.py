@@ -1,6 +1,6 @@
 """Every hint in every combination of parallelisms: Megatron's own numbers, to the last bit.
 
-Takes about an hour on two cores, so it runs only when asked for: ``scripts/test.sh -m matrix``.
+Takes more than an hour on two cores, so it runs only when asked for: ``scripts/test.sh -m matrix``.
 """
 
 from __future__ import annotations
