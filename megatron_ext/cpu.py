@@ -117,14 +117,11 @@ def _share_gloo_thread() -> None:
 
     class ProcessGroupGloo(original):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, *rest: Any, **named: Any) -> None:
-            timeout = named.pop("timeout", None)
-            if rest or timeout is None or any(named.values()):  # a way of its own
-                if timeout is not None:
-                    named["timeout"] = timeout
-                super().__init__(store, rank, size, *rest, **named)
+            if rest or [name for name, value in named.items() if value] != ["timeout"]:
+                super().__init__(store, rank, size, *rest, **named)  # a way of its own
                 return
             options = original._Options()
-            options._timeout = timeout
+            options._timeout = named["timeout"]
             options._devices = [device()]
             super().__init__(store, rank, size, options)
 

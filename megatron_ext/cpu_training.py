@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-Function = Callable[..., Any]
+from megatron_ext.hook import Function
 
 
 def initialize_megatron(original: Function) -> Function:

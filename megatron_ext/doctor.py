@@ -15,11 +15,9 @@ import json
 import os
 import platform
 import shutil
-import symtable
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +25,7 @@ from typing import Any
 
 from megatron_ext import __version__
 from megatron_ext.errors import UsageError
+from megatron_ext.module_sources import defines, find_spec, first_on_path, has_source, source_of
 from megatron_ext.python_version import MINIMUM_PYTHON, too_old
 
 TORCH = ">=2.6"
@@ -259,7 +258,7 @@ def examine(checkout: Path | None = None) -> Report:
         _add(report, ERROR, too_old())
     _examine_torch(report)
     # As `python -m megatron_ext SCRIPT` does it: what lies beside the script comes first.
-    with _first_on_path(checkout):
+    with first_on_path(checkout):
         _examine_megatron(report)
         _examine_packages(report)
     return report
@@ -273,7 +272,7 @@ def _add(report: Report, severity: str, text: str) -> None:
 
 
 def _examine_torch(report: Report) -> None:
-    if _find_spec("torch") is None:
+    if find_spec("torch") is None:
         _add(report, ERROR, f"PyTorch is not installed: pip install 'torch{TORCH}'")
         return
     try:
@@ -332,7 +331,7 @@ def _devices(torch: ModuleType) -> tuple[str, ...]:
 
 
 def _examine_megatron(report: Report) -> None:
-    core = _source("megatron.core")
+    core = source_of("megatron.core")
     location = str(core.parent.parent.parent) if core else None
     report.megatron = MegatronFacts(location=location)
     if report.torch.version is None:
@@ -357,7 +356,7 @@ def _examine_megatron(report: Report) -> None:
         version=None if version is None else str(version),
         location=location,
         supported=None if version is None else is_supported(version),
-        patched=None if core is None else _source(PATCHED) is not None,
+        patched=None if core is None else source_of(PATCHED) is not None,
         supported_range=SUPPORTED_MEGATRON,
     )
     if report.megatron.supported is False:
@@ -381,7 +380,7 @@ def _examine_hooks(report: Report, hooks: Any) -> None:
         for hook in members:
             present = None
             if report.megatron.version is not None:
-                present = _defines(_source(hook.module), hook.name)
+                present = defines(source_of(hook.module), hook.name)
             report.hooks.append(HookFacts(when, hook.target, hook.why, present))
             if present is False:
                 _add(
@@ -394,7 +393,7 @@ def _examine_hooks(report: Report, hooks: Any) -> None:
 
 def _examine_sources(report: Report, core: Path) -> None:
     """Look for what stops Megatron itself at its start."""
-    training = _source("megatron.training")
+    training = source_of("megatron.training")
     if training is not None and training.parent.parent != core.parent.parent:
         _add(
             report,
@@ -417,7 +416,7 @@ def _examine_sources(report: Report, core: Path) -> None:
         return
     tools = ("make", os.environ.get("CXX", "g++").split()[0], "python3-config")
     missing = [tool for tool in tools if shutil.which(tool) is None]
-    if _find_spec("pybind11") is None:
+    if find_spec("pybind11") is None:
         missing.append("pybind11")
     if missing:
         _add(
@@ -433,7 +432,7 @@ def _examine_sources(report: Report, core: Path) -> None:
 
 def _examine_packages(report: Report) -> None:
     for package in PACKAGES:
-        installed = _has_source(_find_spec(package.module))
+        installed = has_source(find_spec(package.module))
         version = _version(package.name) if installed else None
         report.packages.append(PackageFacts(package.name, version, package.purpose))
         missing = package.missing
@@ -460,9 +459,9 @@ def _examine_apex(report: Report) -> None:
     version = None
     if is_other_apex():
         _add(report, WARNING, OTHER_APEX)
-    elif _find_spec(APEX.module) is not None:
+    elif find_spec(APEX.module) is not None:
         version = _version(APEX.module)
-        if _find_spec("amp_C") is None:
+        if find_spec("amp_C") is None:
             _add(
                 report,
                 WARNING,
@@ -474,7 +473,7 @@ def _examine_apex(report: Report) -> None:
 
 def is_other_apex() -> bool:
     """Whether an apex is installed that is not NVIDIA's; nothing of it is imported."""
-    spec = _find_spec(APEX.module)
+    spec = find_spec(APEX.module)
     if spec is None:
         return False
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
@@ -500,61 +499,6 @@ def _fits(version: str, versions: str) -> bool:
         return SpecifierSet(versions).contains(version, prereleases=True)
     except InvalidVersion:
         return True
-
-
-# Finding modules without importing any.
-
-
-@contextmanager
-def _first_on_path(folder: Path | None) -> Iterator[None]:
-    before = list(sys.path)
-    if folder is not None:
-        sys.path.insert(0, str(folder.resolve()))
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-def _find_spec(
-    name: str, path: Sequence[str] | None = None
-) -> importlib.machinery.ModuleSpec | None:
-    """What Python would import under a name, of a package whose folders are `path`."""
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        spec = find(name, path) if find else None
-        if isinstance(spec, importlib.machinery.ModuleSpec):
-            return spec
-    return None
-
-
-def _has_source(spec: importlib.machinery.ModuleSpec | None) -> bool:
-    """Whether there is a module, and not just a folder of that name."""
-    return spec is not None and spec.origin is not None
-
-
-def _source(module: str) -> Path | None:
-    """The file of a module, or None; `importlib.util.find_spec` would import its parents."""
-    name, path, origin = "", None, None
-    for part in module.split("."):
-        name = f"{name}.{part}" if name else part
-        spec = _find_spec(name, path)
-        if spec is None:
-            return None
-        path, origin = list(spec.submodule_search_locations or ()), spec.origin
-    return Path(origin) if origin else None
-
-
-def _defines(source: Path | None, name: str) -> bool:
-    """Whether a source file binds a name at its top level."""
-    if source is None:
-        return False
-    try:
-        table = symtable.symtable(source.read_text(), str(source), "exec")
-        symbol = table.lookup(name)
-    except (KeyError, OSError, SyntaxError, ValueError):
-        return False
-    return symbol.is_assigned() or symbol.is_imported()
 
 
 def _line(error: object) -> str:

@@ -1,4 +1,4 @@
-"""The only file that changes Megatron: a table of what is replaced, by what, since when.
+"""All that changes in Megatron: a table of what is replaced, by what, since when.
 
 Only the hooks on argument parsing are installed from the start. Once the arguments are known they
 go, and the hooks of the capabilities that were asked for come; a run without our flags therefore

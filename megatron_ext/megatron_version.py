@@ -20,11 +20,9 @@ def megatron_version() -> Version:
     Raises:
         UsageError: There is none.
     """
-    spec = importlib.util.find_spec("megatron")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        package_info = Path(folder) / "core" / "package_info.py"
-        if package_info.is_file():  # read on its own: importing megatron.core takes seconds
-            return _read_version(package_info)
+    core = _core_folder()
+    if core is not None:  # read on its own: importing megatron.core takes seconds
+        return _read_version(core / "package_info.py")
     raise UsageError(
         f"no Megatron found: install 'megatron-core{SUPPORTED_MEGATRON}', or give a script that "
         "lies in a Megatron-LM checkout"
@@ -69,7 +67,12 @@ def check_version(allow_untested: bool = False) -> Version:
 
 def comes_without_makefile() -> bool:
     """Whether this Megatron is a wheel, which brings its dataset helper compiled."""
+    core = _core_folder()
+    return core is not None and not (core / "datasets" / "Makefile").exists()
+
+
+def _core_folder() -> Path | None:
+    """Where megatron.core lies; None if there is none."""
     spec = importlib.util.find_spec("megatron")
     folders = [Path(f) / "core" for f in (spec.submodule_search_locations or ())] if spec else []
-    used = next((folder for folder in folders if (folder / "package_info.py").is_file()), None)
-    return used is not None and not (used / "datasets" / "Makefile").exists()
+    return next((folder for folder in folders if (folder / "package_info.py").is_file()), None)

@@ -20,6 +20,7 @@ from megatron_ext.doctor import ERROR, NOTE, WARNING, Report, examine
 from megatron_ext.errors import UsageError
 from megatron_ext.hook import Hook
 from megatron_ext.megatron_version import SUPPORTED_MEGATRON, megatron_version
+from megatron_ext.module_sources import find_spec
 
 REPOSITORY = Path(__file__).parent.parent
 GROUPS = {name: value for name, value in vars(hooks).items() if name.endswith("_HOOKS")}
@@ -302,7 +303,7 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.torch.devices == ("NVIDIA H200, 140 GiB",) * 2
     assert report.verdict == "A run can start."
     assert not texts(report, NOTE)
-    if doctor._find_spec("transformer_engine") is None:
+    if find_spec("transformer_engine") is None:
         assert any("--transformer-impl local" in text for text in texts(report, WARNING))
 
 

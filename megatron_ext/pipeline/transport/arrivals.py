@@ -13,9 +13,9 @@ class Arrivals[Item]:
 
     `SimpleQueue.get` has a time limit too, but not a dependable one: where the limit passes after
     it has looked and before it sleeps, CPython (3.12.1) sleeps for ever. A rank that shares its
-    tasks waits like this thousands of times a second, and now and then a run hung. So items go
-    through a `SimpleQueue`, and the waiting is done on a lock that is held until something comes.
-    `queue.Queue` does the same at about twice the cost.
+    tasks waits like this thousands of times a second, which would hang a run now and then. So
+    items go through a `SimpleQueue`, and the waiting is done on a lock that is held until
+    something comes. `queue.Queue` does the same at about twice the cost.
     """
 
     def __init__(self) -> None:
